@@ -1,7 +1,8 @@
 """MutationReport: which mutants a test notices."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,20 +196,11 @@ NO_REMEDIES = Remedies()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A changed test and the names of the survivors that it kills or excludes.
+class ChangedTest:
+    """A test with changes of :func:`ladder`, and a sample of its correct rows, ready to score mutants.
 
     ``changes`` have the derived atol, and ``case`` has it, too.
     """
-
-    changes: dict[str, Any]
-    case: Case
-    killed: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedTest:
-    """A changed test with its derived atol, ready to score mutants."""
 
     changes: dict[str, Any]
     case: Case
@@ -217,73 +209,110 @@ class ChangedTest:
 
     @classmethod
     def of(cls, case: Case, changes: dict[str, Any], lab: Lab) -> "ChangedTest":
-        """Return the test with changes of :func:`ladder`; ``lab`` makes the batch."""
+        """Return the test with changes; ``lab`` makes the batch. Without ``atol``, the Case's remains."""
         changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
         problem = make_problem(changed, lab.batch(changed))
         sample = sample_correct(problem)
-        changed = changed.replace(atol=derived_tolerance(sample))
-        changes = {**changes, "atol": changed.atol}
+        if "atol" in changes:
+            changes = {**changes, "atol": derived_tolerance(sample)}
+            changed = changed.replace(atol=changes["atol"])
         return cls(changes=changes, case=changed, problem=problem, sample=sample)
 
+    @property
+    def sampled(self) -> tuple[int, int]:
+        """Return the number of rows of the sample, and the largest number of heads of a row."""
+        rows = sum(len(part.tokens) for part, _ in self.sample)
+        return rows, max(len(part.heads) for part, _ in self.sample)
+
+    def score(self, mutant: Defect) -> Score:
+        """Return a mutant's score."""
+        return score(self.problem, self.sample, mutant, self.case)
+
     def kills(self, mutant: Defect) -> bool:
-        """Answer whether the changed test kills or excludes a mutant."""
-        if not mutant.applies(self.problem):
-            return True
-        return score(self.problem, self.sample, mutant, self.case).is_killed
+        """Answer whether the test kills or excludes a mutant."""
+        return not mutant.applies(self.problem) or self.score(mutant).is_killed
 
 
-def find_remedies(
-    case: Case, survivors: dict[str, Defect], lab: Lab, on_step: Callable[[str], None]
-) -> Remedies:
-    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``.
-
-    ``lab`` makes the batches.
-    """
-    attempts: list[Attempt] = []
-    for changes in ladder(case):
-        on_step(changes_text(changes))
-        test = ChangedTest.of(case, changes, lab)
-        killed = frozenset(name for name, mutant in survivors.items() if test.kills(mutant))
-        attempts.append(Attempt(changes=test.changes, case=test.case, killed=killed))
-        if len(killed) == len(survivors):
-            break
-    return remedies_of(
-        attempts, survivors, lambda name: is_equivalent(case, survivors[name]), passes, on_step
-    )
-
-
-def remedies_of(
-    attempts: Sequence[Attempt],
-    survivors: Collection[str],
-    equivalent: Callable[[str], bool],
-    models_pass: Callable[[Attempt], bool],
-    on_step: Callable[[str], None] = lambda step: None,
-) -> Remedies:
-    """Return the remedies that attempts at killing the survivors of a test have shown.
-
-    ``equivalent`` is asked about mutants that no attempt kills, ``models_pass`` about the best attempt.
-    """
-    best = max(attempts, key=lambda attempt: len(attempt.killed))
-    cheapest = {
-        name: next(attempt.changes for attempt in attempts if name in attempt.killed)
-        for name in survivors
-        if any(name in attempt.killed for attempt in attempts)
-    }
-    on_step("mutants that no data can show")
-    excluded = {name for name in survivors if name not in cheapest and equivalent(name)}
-    on_step("the backend with the proposal")
-    return Remedies(
-        cheapest=cheapest,
-        equivalent=frozenset(excluded),
-        proposal=best.changes,
-        left=sorted({*survivors} - best.killed - excluded),
-        models_pass=models_pass(best),
-    )
-
-
-def passes(attempt: Attempt) -> bool:
+def passes(case: Case) -> bool:
     """Run the backend of a changed test, and answer whether it passes."""
-    return Lab().run(attempt.case).status == "match"
+    return Lab().run(case).status == "match"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A test whose mutants were scored, and answers about changes of it, which are numbered as in ``ladder``.
+
+    - ``changes``: those of a number, with the derived atol. ``kills``: whether they kill or exclude a
+      mutant.
+    - ``equivalent``: whether no data can show a mutant. ``passes``: whether the backend passes a changed
+      test.
+    """
+
+    case: Case
+    mutants: Sequence[Defect]
+    scores: Mapping[str, Score]
+    sampled: tuple[int, int]
+    changes: Callable[[int], dict[str, Any]]
+    kills: Callable[[int, str], bool]
+    equivalent: Callable[[str], bool]
+    passes: Callable[[int], bool]
+
+    def remedies(self, on_step: Callable[[str], None]) -> Remedies:
+        """Try changes of the test, from the cheapest to all of them, until one kills all survivors."""
+        alive = [name for name, one in self.scores.items() if not one.is_killed]
+        killed: list[frozenset[str]] = []
+        for number, changes in enumerate(ladder(self.case) if alive else ()):
+            on_step(changes_text(changes))
+            killed.append(frozenset(name for name in alive if self.kills(number, name)))
+            if len(killed[-1]) == len(alive):
+                break
+        if not killed:
+            return NO_REMEDIES
+        best = max(range(len(killed)), key=lambda number: len(killed[number]))
+        cheapest = {
+            name: self.changes(next(i for i, names in enumerate(killed) if name in names))
+            for name in alive
+            if any(name in names for names in killed)
+        }
+        on_step("mutants that no data can show")
+        excluded = {name for name in alive if name not in cheapest and self.equivalent(name)}
+        on_step("the backend with the proposal")
+        return Remedies(
+            cheapest=cheapest,
+            equivalent=frozenset(excluded),
+            proposal=self.changes(best),
+            left=sorted({*alive} - killed[best] - excluded),
+            models_pass=self.passes(best),
+        )
+
+    def report(self, found: Remedies, began: float) -> "MutationReport":
+        """Return the report of the mutants."""
+        rows, heads = self.sampled
+        return MutationReport(
+            case=self.case,
+            mutants=sorted(
+                (self._row(one, found) for one in self.mutants), key=lambda m: -m.margin
+            ),
+            proposal=found.proposal,
+            left=found.left,
+            models_pass=found.models_pass,
+            sampled=(rows, self.case.lengths.num_tokens),
+            heads=heads,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _row(self, mutant: Defect, found: Remedies) -> "Mutant":
+        own, name = self.scores[mutant.name], mutant.name
+        alive = "equivalent" if name in found.equivalent else "survived"
+        return Mutant(
+            name=name,
+            text=mutant.text,
+            outcome="killed" if own.is_killed else alive,
+            effect=own.effect,
+            margin=own.margin,
+            margins=own.margins,
+            remedy=found.cheapest.get(name),
+        )
 
 
 def is_equivalent(case: Case, mutant: Defect) -> bool:
