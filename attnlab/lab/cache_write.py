@@ -19,6 +19,7 @@ from attnlab.kernels import model as paged
 from attnlab.kernels.model import as_output, slot_mapping, written_cache
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import distance
 from attnlab.tensors.formats import (
     FORMATS,
     LEAST_SCALE,
@@ -109,10 +110,7 @@ class ExpectedWrite:
 
     def difference(self, output: torch.Tensor) -> torch.Tensor:
         """Return each element's distance from the correct number, 0 where both are NaN."""
-        numbers = output.view(self.dtype).double()
-        same = (numbers == self.numbers) | (numbers.isnan() & self.numbers.isnan())
-        distance = (numbers - self.numbers).abs().nan_to_num(torch.inf, torch.inf)
-        return distance.masked_fill(same, 0.0)
+        return distance(output.view(self.dtype), self.numbers)
 
 
 def expected_write(call: KernelCall, target: Target) -> ExpectedWrite:

@@ -10,13 +10,14 @@ import torch
 
 from attnlab.case.errors import KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Shown, json_fields, json_number
 from attnlab.mla.arithmetic import Exact, Observed
 from attnlab.mla.faults import MLA_FAULTS, SOUND, Fault, faults_of
 from attnlab.mla.mla_case import DECODE, MLA_BACKENDS, MlaCase, variants_of
 from attnlab.mla.ops import MlaOps, ModelOps, VllmOps
 from attnlab.mla.partial import Inputs, Partial, make_inputs
 from attnlab.mla.paths import walk
+from attnlab.tensors.comparison import distance
 
 # MlaResult: a path that ran, compared with the exact path step by step.
 
@@ -108,20 +109,9 @@ class MlaResult(Shown):
             {"name": one.name, "kind": one.kind, "worst": json_number(float(one.ratio.amax()))}
             for one in self.steps
         ]
-        return {
-            "case": self.case.to_dict(),
-            "ops": self.ops,
-            "planted": self.planted,
-            "status": self.status,
-            "error": json_number(self.error),
-            "worst": json_number(self.worst),
-            "first_wrong": self.first_wrong,
-            "wrong_rows": self.last.wrong_rows,
-            "cause": self.cause,
-            "candidates": list(self.candidates),
-            "steps": steps,
-            "seconds": self.seconds,
-        }
+        more = ("status", "error", "worst", "first_wrong", "cause")
+        found = {**json_fields(self, *more, without=("steps",)), "steps": steps}
+        return {**found, "wrong_rows": self.last.wrong_rows}
 
 
 def compared(result: Partial, exact: Partial, with_lse: bool = True) -> torch.Tensor:
@@ -131,8 +121,8 @@ def compared(result: Partial, exact: Partial, with_lse: bool = True) -> torch.Te
     have an infinite LSE.
     """
     bound, lse_bound = exact.errors
-    by_element = _ratio(_difference(result.output, exact.output), bound)
-    by_lse = _ratio(_difference(result.lse, exact.lse), lse_bound)
+    by_element = _ratio(distance(result.output, exact.output), bound)
+    by_lse = _ratio(distance(result.lse, exact.lse), lse_bound)
     is_empty = exact.lse == -torch.inf
     empty_error = torch.where(result.lse.isinf(), 0.0, torch.inf if with_lse else 0.0)
     ratio = by_element.amax(2)
@@ -149,14 +139,8 @@ def _ratio(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
 
 def _output_error(result: Partial, exact: Partial) -> torch.Tensor:
     """Return the largest error of each row and head; 0 for rows that see no key."""
-    error = _difference(result.output, exact.output).amax(2)
+    error = distance(result.output, exact.output).amax(2)
     return error.masked_fill(exact.lse == -torch.inf, 0.0)
-
-
-def _difference(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    both_nan = found.isnan() & exact.isnan()
-    error = (found.double() - exact).abs().nan_to_num(torch.inf, torch.inf)
-    return error.masked_fill(both_nan | (found.double() == exact), 0.0)
 
 
 # MlaReport: the hostile cases of MLA that ran, and what they found.
@@ -178,14 +162,7 @@ class VariantResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        result = None if self.result is None else self.result.to_dict()
-        return {
-            "reason": self.reason,
-            "status": self.status,
-            "error": self.error,
-            "case": self.case.to_dict(),
-            "result": result,
-        }
+        return json_fields(self, "status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -208,14 +185,8 @@ class MlaReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as values of strict JSON."""
-        return {
-            "release": self.release,
-            "backend": self.backend,
-            "cases": len(self.results),
-            "findings": len(self.findings),
-            "unavailable": len(self.unavailable),
-            "results": [one.to_dict() for one in self.results],
-        }
+        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
+        return {**json_fields(self), **counts, "cases": len(self.results)}
 
 
 def run_path(

@@ -1,6 +1,5 @@
 """MutationReport: which mutants a test notices."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
@@ -400,6 +399,10 @@ class Mutant:
         """Return the kernels in whose rows the test notices the mutant."""
         return kernels_where(self.margins, killed=True)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mutant as JSON-able values."""
+        return json_fields(self, "survives_in", "killed_in")
+
     @property
     def outcome_text(self) -> str:
         """Return the outcome in words, such as "survived (decode; killed in prefill)"."""
@@ -497,27 +500,11 @@ class MutationReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-able values; NaN and infinity are strings."""
-        return {
-            "case": self.case.changes(),
-            "mutants": [_mutant_dict(mutant) for mutant in self.mutants],
-            "counts": self.counts(),
-            "counts_by_kernel": self.counts_by_kernel(),
-            "proposal": self.proposal,
-            "left": self.left,
-            "models_pass": self.models_pass,
-            "sampled": list(self.sampled),
-            "sentences": self.sentences(),
-            "seconds": self.seconds,
-        }
+        more = ("counts", "counts_by_kernel", "sentences")
+        fields = json_fields(self, *more, without=("case", "heads"))
+        return {**fields, "case": self.case.changes()}
 
 
 def _backend_text(case: Case) -> str:
     """Return what ran the proposal, in words."""
     return "the lab's model" if case.backend == "model" else f"backend {case.backend}"
-
-
-def _mutant_dict(mutant: Mutant) -> dict[str, Any]:
-    values = dataclasses.asdict(mutant)
-    values |= {"survives_in": list(mutant.survives_in), "killed_in": list(mutant.killed_in)}
-    values["margins"] = {kernel: json_number(n) for kernel, n in mutant.margins.items()}
-    return values | {"effect": json_number(mutant.effect), "margin": json_number(mutant.margin)}

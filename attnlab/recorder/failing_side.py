@@ -27,6 +27,7 @@ from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import distance
 from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers
 
 # Comparisons: what a test passed to a comparison of torch or numpy.
@@ -278,8 +279,7 @@ def errors_of_write(
     expected = half.by_slot(given, call)
     correct = right.numbers[..., half.columns] * half.factor
     bound = right.bound[..., half.columns] * half.factor
-    same = (expected == correct) | (expected.isnan() & correct.isnan())
-    error = (expected - correct).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
+    error = distance(expected, correct)
     wrong = error > bound
     allowed = comparison.atol + comparison.rtol * expected.abs().nan_to_num(0.0)
     return (

@@ -10,7 +10,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidValue, KernelRejected, Unavailable
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Shown, json_fields
 from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
@@ -170,9 +170,7 @@ class Variation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        change = None if self.change is None else self.change.to_dict()
-        facts = {"name": self.name, "kind": self.kind, "wrong": self.wrong, "reason": self.reason}
-        return {**facts, "change": change}
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -204,16 +202,7 @@ class Probe(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        recorded = None if self.from_recorded is None else self.from_recorded.to_dict()
-        return {
-            "backend": self.backend,
-            "verdict": self.verdict,
-            "conclusion": self.conclusion,
-            "error": self.error.to_dict(),
-            "from_recorded": recorded,
-            "variations": [one.to_dict() for one in self.variations],
-            "instability": None if self.instability is None else self.instability.to_dict(),
-        }
+        return json_fields(self)
 
 
 def probe(

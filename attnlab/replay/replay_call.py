@@ -15,7 +15,7 @@ from attnlab.case.errors import (
     NotDeterministic,
     Unavailable,
 )
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.defects.problem import Problem, RowSlice
@@ -27,6 +27,7 @@ from attnlab.kernels.run_call import run_call
 from attnlab.kernels.runner import Runner
 from attnlab.lab.cache_write import expected_write
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import distance
 from attnlab.tensors.quantised import Formats
 
 # Expected: the correct output of a call and its rounding bound, and how an output differs from it.
@@ -112,12 +113,6 @@ def _sharp(problem: Problem, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([one.output for one in parts]), torch.cat([one.bound for one in parts])
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the absolute difference of two tensors; 0 where both are NaN, infinite where one is."""
-    same = (one == other) | (one.isnan() & other.isnan())
-    return (one - other).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
-
-
 def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return which elements of two tensors of one dtype have other bytes; NaN equals any NaN."""
     kind = _BITS[one.element_size()]
@@ -171,8 +166,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        numbers = {name: json_number(getattr(self, name)) for name in ("largest", "in_bounds")}
-        return {name: getattr(self, name) for name in self.__slots__} | numbers
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +192,7 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("error", "from_recorded"):
-            found[name] = None if found[name] is None else found[name].to_dict()
-        return found
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -249,16 +240,7 @@ class Replays(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as values of strict JSON."""
-        error = self.recorded_error
-        return {
-            "call": self.call,
-            "op": self.op,
-            "origin": self.origin,
-            "recorded": self.recorded,
-            "recorded_error": None if error is None else error.to_dict(),
-            "replays": [one.to_dict() for one in self.replays],
-            "assumed": list(self.assumed),
-        }
+        return json_fields(self)
 
 
 OnTarget = Callable[[str, int, int], None]

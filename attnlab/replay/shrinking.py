@@ -11,7 +11,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured, where_it_ran
@@ -251,9 +251,7 @@ class Shrunk(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as values of strict JSON, without the call."""
-        names = [name for name in self.__slots__ if name not in ("call", "steps", "largest")]
-        facts = {name: getattr(self, name) for name in names}
-        return {**facts, "steps": list(self.steps), "largest": json_number(self.largest)}
+        return json_fields(self, without=("call",))
 
 
 def sizes_of(call: KernelCall) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnlab.case.shown import json_fields
 from attnlab.weights.plan import Plan, right_plan
 from attnlab.weights.setup import AttentionSetup, one_number
 
@@ -255,13 +256,8 @@ class Description:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description as values of JSON."""
-        return {
-            "text": self.text,
-            "rules": [{"rule": type(rule).__name__, "text": rule.text} for rule in self.rules],
-            "kernels": None if self.scope.kernels is None else list(self.scope.kernels),
-            "heads": None if self.scope.heads is None else list(self.scope.heads),
-            "seqs": None if self.scope.seqs is None else list(self.scope.seqs),
-        }
+        rules = [{"rule": type(rule).__name__, "text": rule.text} for rule in self.rules]
+        return {"text": self.text, "rules": rules, **json_fields(self.scope)}
 
 
 def numbers(found: Sequence[int], most: int = 6) -> str:

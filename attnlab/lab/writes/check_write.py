@@ -1,6 +1,5 @@
 """Run a write by vLLM's op, or by its model, and compare the bytes of the cache with what they must be."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable, Unsupported
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Shown, json_fields
 from attnlab.kernels.cuda.backend import cache_ops, has_source
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.vllm.backend import explained, load
@@ -103,6 +102,10 @@ class WriteResult:
     error: str | None = None
     failed: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of strict JSON."""
+        return json_fields(self, "status", without=("failed",))
+
     @property
     def status(self) -> str:
         """Return "match", "mismatch", "failed" or "unavailable"."""
@@ -132,22 +135,8 @@ class WriteReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as values of strict JSON."""
-        return {
-            "backend": self.backend,
-            "writes": len(self.results),
-            "findings": len(self.findings),
-            "unavailable": len(self.unavailable),
-            "results": [
-                {
-                    "name": one.name,
-                    "status": one.status,
-                    "wrong": dict(one.wrong),
-                    "error": one.error,
-                    "case": dataclasses.asdict(one.case),
-                }
-                for one in self.results
-            ],
-        }
+        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
+        return {**json_fields(self), **counts, "writes": len(self.results)}
 
 
 NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE = "numbers", "scales", "zero points", "elsewhere"

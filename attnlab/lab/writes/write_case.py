@@ -1,6 +1,5 @@
 """WriteCase: a write of new tokens to a paged cache in one of vLLM's further formats, and its inputs."""
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -247,7 +246,7 @@ def by_slot(tensor: torch.Tensor) -> torch.Tensor:
 Arguments = dict[str, Any]
 
 
-# Cache writes that are hostile to the ops of further formats, and random ones.
+# Cache writes that are hostile to the ops of further formats.
 
 _REASONS: dict[str, dict[str, Any]] = {
     "pages with gaps, and tokens without a slot": {},
@@ -332,58 +331,6 @@ def _page(case: WriteCase) -> int:
     """Return the elements of a page."""
     size = sum(DS_SIZES.values()) if case.cache_format == LATENT else case.head_size
     return page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
-
-
-def draw_writes(cache_format: str, count: int, seed: int = 0) -> Iterator[WriteCase]:
-    """Yield random writes in a format."""
-    draw = random.Random(f"{cache_format} {seed}")
-    for i in range(count):
-        is_cuda = cache_format in CUDA_FORMATS
-        is_fp8 = (is_cuda or cache_format == DIFFKV) and draw.random() < 0.5
-        fields: dict[str, Any] = {
-            "num_tokens": draw.randint(1, 24),
-            "num_kv_heads": 1 if cache_format == LATENT else draw.randint(1, 4),
-            "head_size": draw.choice((16, 24, 64)),
-            "value_size": draw.choice((16, 48, 64)),
-            "block_size": draw.choice((1, 8, 16)),
-            "kv_cache_dtype": "fp8" if is_fp8 else "auto",
-            "k_scale": draw.choice((0.25, 1.0, 3.0)) if is_fp8 else 1.0,
-            "v_scale": draw.choice((0.5, 2.0)) if is_fp8 else 1.0,
-            "gap": draw.choice((0, 16, 64)),
-            "spread": draw.choice((1e-3, 1.0, 30.0)),
-            "dtype": draw.choice(("float16", "float32")),
-            "seed": seed * count + i,
-        }
-        if is_cuda:
-            fields |= _drawn_for_cuda(draw, cache_format, is_fp8)
-        yield WriteCase(cache_format=cache_format, **fields)
-
-
-def _drawn_for_cuda(draw: random.Random, cache_format: str, is_fp8: bool) -> dict[str, Any]:
-    """Return fields of a random write by a CUDA op, which has further ones."""
-    fields: dict[str, Any] = {
-        "block_size": draw.choice((1, 8, 12, 16, 33)),
-        "dtype": draw.choice(("float16", "bfloat16", "float32")),
-        "kv_cache_dtype": draw.choice(("fp8", "fp8_e4m3", "fp8_e5m2")) if is_fp8 else "auto",
-        "token_gap": draw.choice((0, 1, 16, 64)),
-        "padding": draw.choice((0, 0, 2)),
-    }
-    if cache_format == LATENT:
-        fields |= {"num_kv_heads": 1, "head_size": draw.choice((5, 64, 512))}
-        fields["value_size"] = draw.choice((1, 16, 64))
-    if cache_format == DS_LATENT:
-        fields |= {"num_kv_heads": 1, "dtype": "bfloat16", "kv_cache_dtype": "auto", **DS_SIZES}
-        fields["token_gap"] = draw.choice((0, 16, 64))
-    if cache_format in PLAIN:
-        sizes = (16, 48, 64) if cache_format == X_SPLIT else (20, 32, 64, 96)
-        fields["head_size"] = fields["value_size"] = draw.choice(sizes)
-        if cache_format == HND:  # fewer than 32 elements of a token never end
-            fields["num_kv_heads"] = draw.randint(2, 4)
-    if cache_format in (NHD, LATENT, DS_LATENT):
-        fields["slot_gap"] = draw.choice((0, 16))
-    if cache_format == X_SPLIT:
-        fields["gap"] = 0
-    return fields
 
 
 # What a cache must hold after a write in a further format, and how far each number may be off.

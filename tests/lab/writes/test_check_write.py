@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from helpers.drawn_cases import draw_writes
 from helpers.sources import needs_triton, of_release
 
 from attnlab.case.errors import InvalidCase
@@ -18,7 +19,6 @@ from attnlab.lab.writes.write_case import (
     PER_TOKEN_HEAD,
     X_SPLIT,
     WriteCase,
-    draw_writes,
     write_variants,
 )
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.drawn_cases import draw_writes
 from helpers.sources import RELEASES, sdist
 
 from attnlab.case.errors import KernelFailed, KernelRejected, Unsupported
@@ -18,7 +19,6 @@ from attnlab.lab.writes.write_case import (
     LATENT,
     NHD,
     WriteCase,
-    draw_writes,
     make_write_inputs,
     write_variants,
 )
