@@ -466,31 +466,23 @@ def judge(
     and their arguments differ, the test compares two different things. Raises InvalidCall for a call without
     a reference.
     """
-    diagnosis = diagnose_captured(call, Case())
+    diagnosis, rows = diagnose_captured(call, Case()), 0
     if comparison is None or diagnosis.status == "not decided":
         side = _side_of_output(diagnosis) if diagnosis.is_wrong else "unknown"
         evidence = _of_output(diagnosis)
         if comparison is None and diagnosis.status == "nothing wrong":
             evidence += "; no comparison of the test was recognised as one of this output"
-        return Judgement(
-            side=side,
-            evidence=evidence,
-            diagnosis=diagnosis,
-            comparison=comparison,
-            read_as=call.read_as,
-        )
-    off, rows, beyond = _errors_of_expected(call, comparison)
-    other = None if maker is None else _diagnosis(maker)
-    if other is not None and other.status in ("rejected", "not decided"):
-        other = None
-    noun = "slots" if call.spec.writes_cache else "rows"
-    expected = "expected value" if maker is None else "expected value, from another call,"
-    side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond, expected)
-    if other is not None and maker is not None:
-        if side == "the kernel and the expected value":
-            side = _side_of_output(diagnosis)
-        if side == "the expected value" and not other.is_wrong:
-            side, evidence = "the test's arguments", _other_arguments(call, maker)
+    else:
+        off, rows, beyond = _errors_of_expected(call, comparison)
+        noun = "slots" if call.spec.writes_cache else "rows"
+        expected = "expected value" if maker is None else "expected value, from another call,"
+        side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond, expected)
+        other = None if maker is None else _diagnosis(maker)
+        if other is not None and other.status not in ("rejected", "not decided"):
+            if side == "the kernel and the expected value":
+                side = _side_of_output(diagnosis)
+            if side == "the expected value" and not other.is_wrong and maker is not None:
+                side, evidence = "the test's arguments", _other_arguments(call, maker)
     return Judgement(
         side=side,
         evidence=evidence,
@@ -558,21 +550,14 @@ def _decide(
     if diagnosis.status == "rejected":
         return _side_of_output(diagnosis), f"the op raised: {diagnosis.rejection}"
     output = _of_output(diagnosis)
+    is_off = f"{output}; the {expected} is off by up to {off:.3g} in {rows}"
     if diagnosis.is_wrong and beyond:
-        return (
-            "the kernel and the expected value",
-            f"{output}; the {expected} is off by up to {off:.3g} in {rows}",
-        )
+        return "the kernel and the expected value", is_off
     if diagnosis.is_wrong:
-        return (
-            _side_of_output(diagnosis),
-            f"{output}; the {expected} is within {off:.3g} of the exact result",
-        )
+        exact = f"{output}; the {expected} is within {off:.3g} of the exact result"
+        return _side_of_output(diagnosis), exact
     if beyond:
-        return (
-            "the expected value",
-            f"{output}; the {expected} is off by up to {off:.3g} in {rows}",
-        )
+        return "the expected value", is_off
     return _of_right_values(comparison, off, expected)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
 from attnlab.kernels.run_call import run_call
+from attnlab.kernels.runner import one_backend
 from attnlab.replay.parts import KeptSequence, whole, with_sequences
 from attnlab.replay.replay_call import (
     Difference,
@@ -312,3 +314,27 @@ def _size(variations: Sequence[Variation]) -> str:
 
 def _ran_count(variations: Sequence[Variation]) -> int:
     return sum(one.change is not None for one in variations)
+
+
+# The part of ``import attnlab`` that probes a saved call.
+
+
+def probe_call(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str = "model",
+    device: str | None = None,
+    **changes: Any,
+) -> Probe:
+    """Decide between corruption and another order of sums: run a call again with variations.
+
+    The variations are: an identical run, each sequence alone, reversed sequences, other split counts, another
+    max_seq_len and padding, other blocks, and other contents of foreign slots and of the output buffer.
+
+    ``source``, ``backend``, ``device``, ``changes``: as for :func:`attnlab.shrink_call`.
+    """
+    name = "vllm" if source is not None and backend == "model" else backend
+    found = one_backend(source, name, device)
+    assert found is not None
+    return probe(call, found, Case(**changes), tuple(changes))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
 from attnlab.kernels.run_call import run_call
-from attnlab.kernels.runner import Runner
+from attnlab.kernels.runner import Runner, runners
 from attnlab.lab.cache_write import expected_write
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.comparison import distance
@@ -406,3 +407,27 @@ def _recorded(call: KernelCall, ran: Case) -> tuple[str, Difference | None]:
 
 def _error(output: torch.Tensor, expected: Expected) -> Difference:
     return compare_outputs(output, None, expected)
+
+
+# The part of ``import attnlab`` that replays a saved call.
+
+
+def replay_call(
+    call: KernelCall,
+    *,
+    sources: Sequence[Path | str] = (),
+    backends: Sequence[str] = (),
+    device: str | None = None,
+    **changes: Any,
+) -> Replays:
+    """Run a saved call on several backends and releases, and compare the verdicts.
+
+    - ``sources``: wheels, sdists and checkouts of vLLM, or versions that ``attnlab fetch`` downloaded.
+    - ``backends``: names as in ``Case.backend``, such as "mine.py:fn". Default: the models.
+    - ``device``: where the kernels of a vLLM run, "cuda" or "cpu". Default: the GPU if torch can use one.
+    - ``changes``: where the call ran, for example ``platform="sm_90"``. Default: the call's origin.
+
+    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    """
+    targets = runners([str(one) for one in sources], backends, device)
+    return replay_all(call, targets, Case(**changes), tuple(changes))

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from attnlab.contracts.contract import Target
 from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured, where_it_ran
 from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.runner import one_backend
 from attnlab.replay.parts import (
     KeptSequence,
     can_drop_first_rows,
@@ -438,3 +440,30 @@ class _Search:
         except AttnLabError:
             return None
         return failure
+
+
+# The part of ``import attnlab`` that shrinks a saved call.
+
+
+def shrink_call(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seconds: float | None = None,
+    **changes: Any,
+) -> Shrunk:
+    """Return the smallest call that still fails in the same way, with fewer and shorter sequences and heads.
+
+    - ``source``, ``backend``, ``device``: what runs the calls, as for :func:`attnlab.replay_call`. Without
+      them nothing is run: only sequences, rows, heads and blocks of the recorded output are removed.
+    - ``seconds``: after this time, no further call is run.
+    - ``changes``: where the call ran, for example ``platform="sm_90"``. Default: the call's origin.
+
+    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    """
+    judge = Judge(
+        backend=one_backend(source, backend, device), case=Case(**changes), given=tuple(changes)
+    )
+    return shrink(call, judge, seconds=seconds)

@@ -18,7 +18,14 @@ PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
 class Rule(ABC):
     """A change of a Plan that depends on the setup only, so that it predicts other calls, too."""
 
-    complexity: int = 1  # of two rules that fit, the one with the lower number is stated
+    @property
+    def complexity(self) -> int:
+        """Return a number: of two rules that fit, the one with the lower number is stated.
+
+        A rule about a part of the keys has one more, and so has one with a fitted number.
+        """
+        is_fitted = not getattr(self, "factor", _NAMED).name
+        return 1 + (getattr(self, "part", "all") != "all") + is_fitted
 
     @abstractmethod
     def apply(self, plan: Plan) -> Plan:
@@ -142,6 +149,7 @@ def _v(setup: AttentionSetup) -> float:
     return one_number(setup.call.v_scale)
 
 
+_NAMED = Constant("2")
 CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {
     "log2(e)": lambda setup: math.log2(math.e),
     "ln(2)": lambda setup: math.log(2),
