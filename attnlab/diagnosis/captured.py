@@ -604,6 +604,12 @@ def where_it_ran(call: KernelCall, case: Case, given: Collection[str] = ()) -> R
     return Ran(case=case.replace(**changes), assumed=tuple(assumed))
 
 
+def problem_of(call: KernelCall, ran: Case | None = None) -> Problem:
+    """Return the problem of a call on the CPU. ``ran``: where it ran, None for what its origin says."""
+    ran = where_it_ran(call, Case()).case if ran is None else ran
+    return Problem.of_call(call, Target.of(ran), kernels_of(ran, call))
+
+
 def _nearest(release: str) -> str:
     """Return the modelled release whose contracts fit best: the newest that is not newer, or the oldest."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))

@@ -17,10 +17,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
+from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_ran
 from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
@@ -621,7 +619,7 @@ def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float
         return 0.0, 0, False
     expected = match.spread(comparison.expected, _rest(call, match))
     compared = match.cells(call.buffer.shape) > 0
-    found = locate(_problem(call), expected)
+    found = locate(problem_of(call), expected)
     error = found.error.double().masked_fill(~compared, 0.0)
     size = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(2)
     rounding = (
@@ -646,11 +644,6 @@ def _rest(call: KernelCall, match: Match) -> torch.Tensor:
     cells = match.cells(rest.shape)
     rows = torch.nonzero(((cells > 0) & (cells < rest.shape[2])).any(1)).flatten()
     if len(rows):
-        correct = _problem(call).correct_rows(rows, torch.arange(rest.shape[1]))
+        correct = problem_of(call).correct_rows(rows, torch.arange(rest.shape[1]))
         rest[rows] = correct.output.double()
     return rest
-
-
-def _problem(call: KernelCall) -> Problem:
-    ran = where_it_ran(call, Case())
-    return Problem.of_call(call, Target.of(ran.case), kernels_of(ran.case, call))

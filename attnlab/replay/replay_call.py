@@ -17,10 +17,9 @@ from attnlab.case.errors import (
     Unavailable,
 )
 from attnlab.case.shown import Shown, json_fields
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.defects.problem import Problem, RowSlice
-from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
+from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
@@ -275,7 +274,7 @@ def expected_of(call: KernelCall, ran: Case) -> Expected:
     call = call.with_buffer()
     if call.spec.writes_cache:
         return Expected.of_write(call, Target.of(ran))
-    return Expected.of(Problem.of_call(call.cpu(), Target.of(ran), kernels_of(ran, call)))
+    return Expected.of(problem_of(call.cpu(), ran))
 
 
 def run_once(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...] = ()) -> Ran:

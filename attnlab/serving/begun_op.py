@@ -82,9 +82,14 @@ def contradictions(
         *_cache(intent, arguments, fields, block_size),
     ]
     causal = fields.get("causal")
-    if intent.causal is not None and isinstance(causal, bool) and causal != intent.causal:
-        found.append(Contradiction(argument="causal", intended=intent.causal, given=causal))
-    return found
+    return found + _differ("causal", intent.causal, causal if isinstance(causal, bool) else None)
+
+
+def _differ(argument: str, intended: Any, given: Any, same: bool = False) -> list[Contradiction]:
+    """Return a contradiction unless one side is unknown (None) or both are the same."""
+    if intended is None or given is None or same or intended == given:
+        return []
+    return [Contradiction(argument=argument, intended=intended, given=given)]
 
 
 def _numbers(
@@ -93,13 +98,14 @@ def _numbers(
     for name in ("sm_scale", "k_scale", "v_scale"):
         if isinstance(fields.get(name), torch.Tensor) and not reads_tensors:
             continue
-        intended, given = getattr(intent, name), _number(fields.get(name))
-        if intended is not None and given is not None and not _is_close(intended, given):
-            yield Contradiction(argument=name, intended=intended, given=given)
-    if intent.softcap is not None and "softcap" in fields:
-        given = _number(fields["softcap"]) or 0.0
-        if not _is_close(intent.softcap, given):
-            yield Contradiction(argument="softcap", intended=intent.softcap, given=given)
+        yield from _numbers_differ(name, getattr(intent, name), _number(fields.get(name)))
+    if "softcap" in fields:
+        yield from _numbers_differ("softcap", intent.softcap, _number(fields["softcap"]) or 0.0)
+
+
+def _numbers_differ(name: str, intended: float | None, given: float | None) -> list[Contradiction]:
+    is_close = intended is not None and given is not None and _is_close(intended, given)
+    return _differ(name, intended, given, is_close)
 
 
 _WINDOWS = ("sliding_window", "window_size", "window_left")
@@ -112,14 +118,11 @@ def _window(
     if intent.sliding_window is None or not any(name in arguments for name in _WINDOWS):
         return
     given = int(fields.get("sliding_window") or 0)
-    if given == intent.sliding_window:
-        return
     longest = _longest(fields)
     effects = {
         0 if w == 0 or (longest and w >= longest) else w for w in (given, intent.sliding_window)
     }
-    if len(effects) > 1:
-        yield Contradiction(argument="sliding_window", intended=intent.sliding_window, given=given)
+    yield from _differ("sliding_window", intent.sliding_window, given, len(effects) == 1)
 
 
 def _longest(fields: Mapping[str, Any]) -> int:
@@ -138,29 +141,22 @@ def _vectors(
         tensor = fields.get(name)
         given = tensor.detach().float().cpu().tolist() if isinstance(tensor, torch.Tensor) else []
         same = len(given) == len(intended) and all(map(_is_close, intended, given))
-        if not same:
-            yield Contradiction(argument=name, intended=list(intended), given=given)
+        yield from _differ(name, list(intended), given, same)
 
 
 def _cache(
     intent: Intent, arguments: Mapping[str, Any], fields: Mapping[str, Any], block_size: int
 ) -> Iterator[Contradiction]:
-    given = arguments.get("kv_cache_dtype")
-    if (
-        intent.kv_cache_dtype is not None
-        and isinstance(given, str)
-        and _format(given) != _format(intent.kv_cache_dtype)
-    ):
-        yield Contradiction(argument="kv_cache_dtype", intended=intent.kv_cache_dtype, given=given)
-    size = fields["key_cache"].element_size()
-    if intent.element_bytes is not None and size != intent.element_bytes:
-        yield Contradiction(
-            argument="key_cache",
-            intended=f"{intent.element_bytes} bytes per element",
-            given=f"{size} bytes per element",
+    given, wanted = arguments.get("kv_cache_dtype"), intent.kv_cache_dtype
+    if isinstance(given, str) and wanted is not None:
+        yield from _differ("kv_cache_dtype", wanted, given, _format(given) == _format(wanted))
+    if intent.element_bytes is not None:
+        wanted, given = (
+            f"{size} bytes per element"
+            for size in (intent.element_bytes, fields["key_cache"].element_size())
         )
-    if intent.block_size is not None and block_size != intent.block_size:
-        yield Contradiction(argument="block_size", intended=intent.block_size, given=block_size)
+        yield from _differ("key_cache", wanted, given)
+    yield from _differ("block_size", intent.block_size, block_size)
 
 
 def _format(kv_cache_dtype: str) -> str:
@@ -273,12 +269,7 @@ def wrong_lengths(step: Step, reads: ReadArguments) -> Iterator[tuple[int, Contr
         if reads.query_lens is not None:
             query_len = int(reads.query_lens[row])
             pairs.append(("query_start_loc", int(step.query_lens[seq]), query_len))
-        for argument, intended, given in pairs:
-            if intended != given:
-                yield (
-                    seq,
-                    Contradiction(argument=argument, intended=intended, given=given),
-                )
+        yield from ((seq, one) for pair in pairs for one in _differ(*pair))
 
 
 def wrong_maxima(fields: Mapping[str, Any], reads: ReadArguments) -> Iterator[Contradiction]:

@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import functools
 import random
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
@@ -10,16 +9,13 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.contracts.call_dispatch import kernels_of
-from attnlab.contracts.contract import Target
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import where_it_ran
+from attnlab.diagnosis.captured import problem_of
 from attnlab.replay.parts import view_of_kv_heads, whole, with_sequences
 from attnlab.serving.batch import Request, Step
 from attnlab.serving.record import Observation
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_scaled_output, in_numbers
+from attnlab.weights.rule import numbers
 
 _BY_ROW = ("query", "key", "value", "output")
 
@@ -145,8 +141,7 @@ def _wrong_row(
 
 
 def _compare(part: KernelCall, rows: torch.Tensor, heads: torch.Tensor) -> _Compared:
-    ran = where_it_ran(part, _any_case())
-    problem = Problem.of_call(part, Target.of(ran.case), kernels_of(ran.case, part))
+    problem = problem_of(part)
     right = problem.correct_rows(rows, heads)
     output = problem.call.buffer[rows][:, heads].double()
     finite = right.output.isfinite().flatten(1).all(1)
@@ -159,12 +154,6 @@ def _compare(part: KernelCall, rows: torch.Tensor, heads: torch.Tensor) -> _Comp
     ratio = ratio.masked_fill(error == 0, 0.0)
     is_wrong = ~(error <= right.bound) & ~excused
     return _Compared(error=error, bound=right.bound, ratio=ratio, is_wrong=is_wrong, finite=finite)
-
-
-@functools.cache
-def _any_case() -> Case:
-    """Return the Case whose platform and release a call's origin replaces."""
-    return Case()
 
 
 def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
@@ -241,7 +230,7 @@ def _is_number(row: WrongRow) -> bool:
 
 
 def _wrong_value(place: RowsOfOp, row: WrongRow) -> Observation:
-    heads = f", heads {ranges(row.heads)},"
+    heads = f", heads {numbers(row.heads, len(row.heads))},"
     if _is_number(row):
         text = f"{heads} is off by {row.error:.3g}; rounding explains {row.bound:.3g}"
         return place.observe("value", row.row, text, asdict(row))
@@ -271,14 +260,3 @@ def not_finite(
                 place.observe("not_finite", row, text, {"row": row, "finite_query": is_finite})
             )
     return found
-
-
-def ranges(numbers: tuple[int, ...]) -> str:
-    """Return rising numbers as text, for example "0–3, 7"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
