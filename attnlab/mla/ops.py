@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from attnlab.case.errors import AttnLabError, Unsupported
+from attnlab.case.errors import Unsupported
 from attnlab.case.ops import DECODE_FWD, MERGE
 from attnlab.case.platforms import Platform
-from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.vllm.backend import explained, load
+from attnlab.kernels.vllm.backend import calling, load
 from attnlab.kernels.vllm.source import Source, find_source
 
 _COMBINE_MODULES = ("dcp", "common")  # of correct_attn_out: 0.33.0, older releases
@@ -232,13 +231,8 @@ class VllmOps:
         moved = {
             k: v.to(self.where) if isinstance(v, torch.Tensor) else v for k, v in given.items()
         }
-        try:
-            with launching(LaunchPlan()):
-                result = function(**moved)
-        except AttnLabError:
-            raise
-        except Exception as error:
-            raise explained(error, op, self.source) from error
+        with calling(op, self.source):
+            result = function(**moved)
         done = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in moved.items()}
         return {**done, "result": result}
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable, Unsupported
+from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable, Unsupported
 from attnlab.case.shown import Shown, json_fields
 from attnlab.kernels.cuda.backend import cache_ops, has_source
-from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.vllm.backend import explained, load
+from attnlab.kernels.vllm.backend import calling, load
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.writes.write_case import (
     CUDA_FORMATS,
@@ -211,13 +210,8 @@ def vllm_write(source: Source, where: str = "cpu") -> Writer:
         loader = load(source, case.machine, where).loader
         function, arguments = _write_op(case, inputs, loader)
         known = inspect.signature(function).parameters  # older releases have no kv_quant_mode
-        try:
-            with launching(LaunchPlan()):
-                function(**{name: one for name, one in arguments.items() if name in known})
-        except AttnLabError:
-            raise
-        except Exception as error:
-            raise explained(error, function.__name__, source) from error
+        with calling(function.__name__, source):
+            function(**{name: one for name, one in arguments.items() if name in known})
 
     return write
 
