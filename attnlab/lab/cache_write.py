@@ -143,7 +143,7 @@ def encoded(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tenso
     slots = slot_mapping(call).long()
     format = paged.format_of(call, target)
     halves = [
-        _half(new[: len(slots)], scale_of(call, name, slots), format)
+        stored_numbers_of(new[: len(slots)], scale_of(call, name, slots), format)
         for new, name in ((call.key, "k_scale"), (call.value, "v_scale"))
     ]
     stored, off = (torch.cat([half[i] for half in halves], 2) for i in (0, 1))
@@ -167,14 +167,17 @@ def numbers_of(
     return format.encode(new, scale).view(format.dtype).double()  # type: ignore[arg-type]
 
 
-def _half(
-    new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat
+def stored_numbers_of(
+    new: torch.Tensor,
+    scale: float | torch.Tensor,
+    format: ElementFormat,
+    quotient: float = _QUOTIENT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys or values as they are stored, and how far each may be off."""
+    """Return tokens as they are stored, and how far each number may be off with its ``quotient``."""
     stored = numbers_of(new, scale, format)
     if not format.is_fp8 or new.dtype in FP8_DTYPES:
         return stored, torch.zeros_like(stored)
-    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-_QUOTIENT, _QUOTIENT)]
+    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-quotient, quotient)]
     off = torch.maximum(*((side - stored).abs() for side in sides))
     return stored, off.nan_to_num(0.0)
 

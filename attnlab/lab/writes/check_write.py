@@ -143,25 +143,12 @@ _MODES = {INT8: 2, FP8: 3, INT4: 4}  # KVQuantMode of vLLM 0.33.0
 Writer = Callable[[WriteCase, WriteInputs], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteCheck:
-    """What a write got wrong: by kind, the number of wrong elements; empty if nothing is.
+def check_write(case: WriteCase, write: Writer) -> dict[str, int]:
+    """Return what ``write`` gets wrong, by kind the number of wrong elements; empty if nothing is.
 
     Kinds: "numbers", "scales" and "zero points" of written tokens; "elsewhere", bytes of slots that no token
-    has and of the gaps after pages.
+    has and of the gaps after pages. It mutates the memory of its inputs.
     """
-
-    case: WriteCase
-    wrong: dict[str, int]
-
-    @property
-    def status(self) -> str:
-        """Return "match" or "mismatch"."""
-        return "mismatch" if self.wrong else "match"
-
-
-def check_write(case: WriteCase, write: Writer) -> WriteCheck:
-    """Return what ``write`` gets wrong; it mutates the memory of its inputs."""
     inputs = make_write_inputs(case)
     before = {name: one.clone() for name, one in inputs.memory.items()}
     write(case, inputs)
@@ -169,7 +156,7 @@ def check_write(case: WriteCase, write: Writer) -> WriteCheck:
     for kind, found, expected in _written(case, inputs):
         wrong[kind] += int(_is_wrong(found, expected).sum())
     wrong[ELSEWHERE] = _changed_elsewhere(inputs, before)
-    return WriteCheck(case=case, wrong={name: count for name, count in wrong.items() if count})
+    return {name: count for name, count in wrong.items() if count}
 
 
 def model_write(case: WriteCase, inputs: WriteInputs) -> None:
@@ -329,7 +316,7 @@ def check_writes(
     results = []
     for name, case in write_variants().items():
         try:
-            wrong = check_write(case, write).wrong
+            wrong = check_write(case, write)
             results.append(WriteResult(name=name, case=case, wrong=wrong))
         except KernelFailed as error:
             results.append(WriteResult(name=name, case=case, error=str(error), failed=True))

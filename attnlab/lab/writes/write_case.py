@@ -8,7 +8,7 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.lab.cache_write import numbers_of
+from attnlab.lab.cache_write import stored_numbers_of
 from attnlab.tensors.formats import FORMATS, ElementFormat, read_format
 
 INT8, FP8, INT4 = PER_TOKEN_HEAD = (
@@ -80,45 +80,32 @@ class WriteCase:
         for name in ("k_scale", "v_scale"):
             if not 0 < getattr(self, name) < float("inf"):
                 refuse(name, "a positive finite number", getattr(self, name))
-        self._check_format()
+        for name, is_wrong, needed in self._rules():
+            if is_wrong:
+                refuse(name, f"{needed} with {self.cache_format}", getattr(self, name))
 
-    def _check_format(self) -> None:
-        """Refuse what a format does not have."""
-        has_own_dtype = self.cache_format in (*PER_TOKEN_HEAD, DS_LATENT)
-        if self.kv_cache_dtype != "auto" and has_own_dtype:
-            refuse("kv_cache_dtype", f"auto with {self.cache_format}", self.kv_cache_dtype)
-        if self.cache_format == INT4 and (self.head_size % 2 or self.value_size % 2):
-            refuse("head_size", "even with INT4, as value_size", self.head_size)
-        if self.cache_format in (LATENT, DS_LATENT) and self.num_kv_heads != 1:
-            refuse("num_kv_heads", f"1 with {self.cache_format}", self.num_kv_heads)
-        if self.gap % 16:
-            refuse("gap", "a multiple of 16", self.gap)
-        if self.first_block and self.cache_format not in CUDA_FORMATS:
-            refuse("first_block", f"0 with {self.cache_format}", self.first_block)
-        if self.slot_gap and self.cache_format not in (LATENT, DS_LATENT, NHD):
-            refuse("slot_gap", f"0 with {self.cache_format}", self.slot_gap)
-        if self.cache_format in PLAIN and self.value_size != self.head_size:
-            refuse("value_size", f"head_size with {self.cache_format}", self.value_size)
-        if self.cache_format == X_SPLIT:
-            self._check_x_split()
-        if self.cache_format == DS_LATENT:
-            self._check_ds()
-
-    def _check_x_split(self) -> None:
-        if self.gap:
-            refuse("gap", "0 with x-split, which has no strides", self.gap)
-        if self.head_size % self.x:
-            refuse("head_size", f"a multiple of {self.x} with x-split", self.head_size)
-
-    def _check_ds(self) -> None:
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield fields, whether the format does not have their value, and which it has."""
+        kind, sizes = self.cache_format, (self.head_size, self.value_size)
+        is_latent, is_ds, is_split = kind in (LATENT, DS_LATENT), kind == DS_LATENT, kind == X_SPLIT
+        has_own_dtype = is_ds or kind in PER_TOKEN_HEAD
+        yield "kv_cache_dtype", has_own_dtype and self.kv_cache_dtype != "auto", "auto"
+        is_odd = kind == INT4 and any(size % 2 for size in sizes)
+        yield "head_size", is_odd, "even, as value_size,"
+        yield "num_kv_heads", is_latent and self.num_kv_heads != 1, "1"
+        yield "gap", self.gap % 16 > 0 and not is_split, "a multiple of 16"
+        yield "gap", is_split and self.gap > 0, "0, as there are no strides,"
+        yield "first_block", self.first_block > 0 and kind not in CUDA_FORMATS, "0"
+        has_slot_gap = is_latent or kind == NHD
+        yield "slot_gap", self.slot_gap > 0 and not has_slot_gap, "0"
+        yield "value_size", kind in PLAIN and len({*sizes}) > 1, "head_size"
+        is_cut = is_split and self.head_size % self.x > 0
+        yield "head_size", is_cut, f"a multiple of {self.x if is_split else 16}"
         for name, size in DS_SIZES.items():
-            if getattr(self, name) != size:
-                refuse(name, f"{size} with {DS_LATENT}", getattr(self, name))
-        if self.dtype == "float32":
-            refuse("dtype", f"of 16 bits with {DS_LATENT}", self.dtype)
+            yield name, is_ds and getattr(self, name) != size, f"{size}"
+        yield "dtype", is_ds and self.dtype == "float32", "of 16 bits"
         for name in ("token_gap", "slot_gap"):
-            if getattr(self, name) % 16:
-                refuse(name, f"a multiple of 16 with {DS_LATENT}", getattr(self, name))
+            yield name, is_ds and getattr(self, name) % 16 > 0, "a multiple of 16"
 
     @property
     def x(self) -> int:
@@ -390,11 +377,8 @@ def scale_of_half(case: WriteCase, is_key: bool) -> float:
 
 def plain_numbers(new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat) -> Stored:
     """Return what tokens become in a format; FP8 numbers are divided by ``scale``."""
-    stored = numbers_of(new, scale, format)
-    if not format.is_fp8:
-        return Stored(numbers=stored, bound=torch.zeros_like(stored))
-    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-_QUOTIENT, _QUOTIENT)]
-    return Stored(numbers=stored, bound=torch.maximum(*((side - stored).abs() for side in sides)))
+    numbers, bound = stored_numbers_of(new, scale, format, _QUOTIENT)
+    return Stored(numbers=numbers, bound=bound)
 
 
 def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
