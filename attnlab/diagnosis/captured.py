@@ -35,6 +35,7 @@ from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
+from attnlab.tensors.comparison import same_numbers
 
 # Diagnose a cache write: which slots are wrong, and what they hold instead.
 #
@@ -263,7 +264,7 @@ def _tokens_text(what: str) -> Callable[[list[int]], str]:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return which cells of two caches are equal, [num_slots, num_kv_heads]; NaN equals NaN."""
-    return ((one == other) | (one.isnan() & other.isnan())).all(2)
+    return same_numbers(one, other).all(2)
 
 
 def _unknown(call: KernelCall, right: ExpectedWrite) -> list[str]:
@@ -524,7 +525,7 @@ def _other_rows(lab: CallLab, output: torch.Tensor) -> int:
     size = torch.stack(both).abs().amax((0, 3)) / right.abs().amax(2)
     limit = _SAME * bound * size.nan_to_num(1.0).clamp(min=1.0)[..., None]
     near = (both[0] - both[1]).abs() <= limit
-    near |= (both[0] == both[1]) | (both[0].isnan() & both[1].isnan())
+    near |= same_numbers(*both)
     kept = rows_equal(output, own.buffer)
     if lab.given.before is not None:
         kept &= rows_equal(recorded, lab.given.before)
