@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.mla.arithmetic import Arithmetic, Last, copied
+from attnlab.mla.arithmetic import Arithmetic, copied
 from attnlab.mla.faults import SOUND, Fault, Span, chunks_of
 from attnlab.mla.mla_case import DECODE, PACKED, PREFILL, SHARDS, MlaCase
-from attnlab.mla.ops import DecodeCall, in_pages
+from attnlab.mla.ops import DecodeCall, Last, in_pages
 from attnlab.mla.partial import (
     Inputs,
     Partial,
