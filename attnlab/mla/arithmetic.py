@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -85,7 +85,7 @@ def combined(parts: Sequence[Partial], dtype: torch.dtype) -> Partial:
 
 def copied(target: Partial, source: Partial, rows: torch.Tensor) -> Partial:
     """Return ``target`` with the rows of ``source`` at ``rows`` [num_tokens] bool."""
-    changes = {}
+    changes: dict[str, Any] = {}
     for name in ("output", "lse", "output_error", "lse_error"):
         old, new = getattr(target, name), getattr(source, name)
         if old is None or new is None:
