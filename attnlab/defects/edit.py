@@ -137,10 +137,6 @@ class Rows:
         """Return the correct weights of scores."""
         return softmax(scores, self.inputs.sinks)
 
-    def cap(self, apply_softcap: Callable[[torch.Tensor], torch.Tensor] | None) -> AttentionInputs:
-        """Return the inputs with another function of the scaled scores before ALiBi."""
-        return self.change(apply_softcap=apply_softcap)
-
     def sink(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> AttentionInputs:
         """Return the inputs with the sinks that ``of`` makes of all heads' sinks, [num_heads] float64."""
         sinks = self.call.sinks

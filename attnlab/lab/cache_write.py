@@ -205,10 +205,10 @@ def int4_write_bound(tokens: torch.Tensor, *, is_native: bool) -> torch.Tensor:
     zeros = _range([-one / scale for one in least for scale in scales])
     quotients = [one / scale[..., None] for one in (low, high) for scale in scales]
     reached = []
-    for zero in (_nibble(zeros[0]), _nibble(zeros[1])):
+    for zero in (nibble(zeros[0]), nibble(zeros[1])):
         sides = _range([quotient + zero[..., None] for quotient in quotients])
         reached += [
-            (_nibble(side) - zero[..., None]) * scale[..., None]
+            (nibble(side) - zero[..., None]) * scale[..., None]
             for side in sides
             for scale in scales
         ]
@@ -236,9 +236,14 @@ def _range(corners: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _nibble(numbers: torch.Tensor) -> torch.Tensor:
+def half_away(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers rounded to integers, halves away from zero."""
+    return (numbers.sign() * (numbers.abs() + 0.5)).trunc()
+
+
+def nibble(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers rounded to 0 … 15, halves away from zero."""
-    return (numbers.sign() * (numbers.abs() + 0.5)).trunc().clamp(0, 15)
+    return half_away(numbers).clamp(0, 15)
 
 
 # What a cache write with an op argument must leave, and how far each number may be off.
@@ -303,4 +308,4 @@ def _rounded(quotients: torch.Tensor, case: Case) -> torch.Tensor:
     """Return quotients as numbers of the format, float64."""
     if case.argument.has_fp8:
         return quotients.float().to(scaled_dtype(case)).double()
-    return (quotients.sign() * (quotients.abs() + 0.5)).trunc()
+    return half_away(quotients)

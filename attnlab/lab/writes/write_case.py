@@ -8,7 +8,7 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.lab.cache_write import stored_numbers_of
+from attnlab.lab.cache_write import half_away, nibble, stored_numbers_of
 from attnlab.tensors.formats import FORMATS, ElementFormat, read_format
 
 INT8, FP8, INT4 = PER_TOKEN_HEAD = (
@@ -387,7 +387,7 @@ def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
 
     def rounded(quotient: torch.Tensor) -> torch.Tensor:
         if case.cache_format == INT8:
-            return _half_away(quotient).clamp(-128, 127)
+            return half_away(quotient).clamp(-128, 127)
         return quotient.clamp(-most, most).to(case.element).double()
 
     stored = _with_sides(new / scale[..., None], rounded)
@@ -397,9 +397,9 @@ def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
 def _int4(new: torch.Tensor) -> ExpectedHalf:
     least, most = new.amin(-1), new.amax(-1)
     scale = ((most - least) / 15).clamp(min=_LEAST)
-    zero = _with_sides(-least / scale, _nibble)
+    zero = _with_sides(-least / scale, nibble)
     # A zero point next to a boundary moves every number of the token by one.
-    each = _with_sides(new / scale[..., None] + zero.numbers[..., None], _nibble)
+    each = _with_sides(new / scale[..., None] + zero.numbers[..., None], nibble)
     stored = Stored(numbers=each.numbers, bound=each.bound + zero.bound[..., None])
     return ExpectedHalf(
         stored=stored, scale=Stored(numbers=scale, bound=scale * _PACKED_SCALE), zero=zero
@@ -412,15 +412,6 @@ def _with_sides(quotient: torch.Tensor, rounded: Callable[[torch.Tensor], torch.
     off = _QUOTIENT * quotient.abs().clamp(min=1.0)
     sides = [rounded(quotient + sign * off) for sign in (-1, 1)]
     return Stored(numbers=numbers, bound=torch.maximum(*((one - numbers).abs() for one in sides)))
-
-
-def _half_away(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers rounded to integers, halves away from zero."""
-    return torch.where(numbers >= 0, numbers + 0.5, numbers - 0.5).trunc()
-
-
-def _nibble(numbers: torch.Tensor) -> torch.Tensor:
-    return _half_away(numbers).clamp(0, 15)
 
 
 # The cache format fp8_ds_mla: what a slot must hold.
