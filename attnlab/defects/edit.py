@@ -224,7 +224,9 @@ def has_context(problem: Problem) -> bool:
 
 def has_cached(more_than: int) -> Applies:
     """Return whether any sequence reads more than so many tokens from the cache."""
-    return lambda problem: max(map(problem.cached_len, range(problem.num_seqs))) > more_than
+    return lambda problem: any(
+        problem.cached_len(seq) > more_than for seq in range(problem.num_seqs)
+    )
 
 
 def has_several_seqs(problem: Problem) -> bool:

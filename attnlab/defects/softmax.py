@@ -126,7 +126,7 @@ def _has_short_part(problem: Problem) -> bool:
 
 
 def _has_tiles(problem: Problem) -> bool:
-    return int(problem.call.seq_lens.max()) > TILES[0]
+    return bool((problem.call.seq_lens > TILES[0]).any())
 
 
 def _twice(at: Rows, tile: tuple[str, int]) -> AttentionInputs:
