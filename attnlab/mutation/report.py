@@ -115,17 +115,12 @@ class Score:
 
         A fault may be in one kernel only, so the test must notice it in each.
         """
-        return least_margin(self.margins)
+        return min((one for one in self.margins.values() if one > _NOTHING), default=0.0)
 
     @property
     def is_killed(self) -> bool:
         """Answer whether the test notices the mutant in each kernel whose rows it changes."""
         return self.margin > 1
-
-
-def least_margin(margins: dict[str, float]) -> float:
-    """Return the smallest margin of the kernels whose rows change, 0 if none do."""
-    return min((one for one in margins.values() if one > _NOTHING), default=0.0)
 
 
 def kernels_where(margins: dict[str, float], *, killed: bool) -> tuple[str, ...]:
@@ -153,11 +148,6 @@ def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -
         effect = max(effect, float(change.max()))
         margins[kernel] = max(margins.get(kernel, 0.0), float(ratio.max()))
     return Score(effect=effect, margins=margins)
-
-
-def derived_tolerance(sample: CorrectSample) -> float:
-    """Return the smallest atol under which rounding fails no test: the largest rounding bound."""
-    return max(float(correct.bound.max()) for _, correct in sample)
 
 
 # Remedies: changes of a test's data, cache and tolerance that kill its surviving mutants.
@@ -212,8 +202,9 @@ class ChangedTest:
         changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
         problem = make_problem(changed, lab.batch(changed))
         sample = sample_correct(problem)
-        if "atol" in changes:
-            changes = {**changes, "atol": derived_tolerance(sample)}
+        if "atol" in changes:  # the smallest under which rounding fails no test
+            bounds = [float(correct.bound.max()) for _, correct in sample]
+            changes = {**changes, "atol": max(bounds)}
             changed = changed.replace(atol=changes["atol"])
         return cls(changes=changes, case=changed, problem=problem, sample=sample)
 
@@ -492,10 +483,10 @@ class MutationReport(Shown):
             left = (
                 f"{', '.join(self.left)} still survive" if self.left else "all of them are killed"
             )
+            name = self.case.backend
+            backend = "the lab's model" if name == "model" else f"backend {name}"
             changes = changes_text(self.proposal)
-            sentences.append(
-                f"with {changes}, {left} and {_backend_text(self.case)} {_RAN[self.models_pass]}"
-            )
+            sentences.append(f"with {changes}, {left} and {backend} {_RAN[self.models_pass]}")
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
@@ -503,8 +494,3 @@ class MutationReport(Shown):
         more = ("counts", "counts_by_kernel", "sentences")
         fields = json_fields(self, *more, without=("case", "heads"))
         return {**fields, "case": self.case.changes()}
-
-
-def _backend_text(case: Case) -> str:
-    """Return what ran the proposal, in words."""
-    return "the lab's model" if case.backend == "model" else f"backend {case.backend}"

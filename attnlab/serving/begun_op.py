@@ -404,7 +404,8 @@ class OpCheck:
             names = _affected(step, one)
             shown = ", ".join(names[:_MOST_NAMES])
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            who = f" for {_requests(len(names))} {shown}{more}"
+            noun = "request" if len(names) == 1 else "requests"
+            who = f" for {noun} {shown}{more}"
         else:
             names, who = [step.requests[seq].name], f" for request {step.requests[seq].name}"
         source = "layer" if kind == "intent" else "batch"
@@ -505,7 +506,3 @@ def _affected(step: Step, one: Contradiction) -> list[str]:
         least = min(window for window in (one.intended, one.given) if window)
     lens = zip(step.requests, step.seq_lens.tolist(), strict=True)
     return [request.name for request, seq_len in lens if seq_len > least]
-
-
-def _requests(count: int) -> str:
-    return "request" if count == 1 else "requests"

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from typing import Any
 
 import torch
@@ -89,10 +90,6 @@ class Edge:
         return words + (" (inside its tile)" if self.within else "")
 
 
-def _cache_end(setup: AttentionSetup) -> torch.Tensor:
-    return torch.minimum(setup.cached, setup.position + 1)
-
-
 def _window(setup: AttentionSetup) -> torch.Tensor:
     window = setup.call.sliding_window
     return setup.position - window + 1 if window else torch.zeros_like(setup.position)
@@ -101,7 +98,7 @@ def _window(setup: AttentionSetup) -> torch.Tensor:
 _FEATURES: dict[str, Callable[[AttentionSetup], torch.Tensor]] = {
     "start": lambda setup: torch.zeros_like(setup.position),
     "context": lambda setup: setup.ctx_len,
-    "cache end": _cache_end,
+    "cache end": lambda setup: torch.minimum(setup.cached, setup.position + 1),
     "row": lambda setup: setup.position + 1,
     "sequence": lambda setup: setup.seq_len,
     "window": _window,
@@ -133,12 +130,9 @@ class Constant:
         return self.name or f"{self.number:.4g}"
 
 
-def _head_size(setup: AttentionSetup) -> float:
-    return float(setup.call.query.shape[2])
-
-
-def _num_heads(setup: AttentionSetup) -> float:
-    return float(setup.call.query.shape[1])
+def _sizes(setup: AttentionSetup) -> tuple[float, float]:
+    """Return head_size and num_heads."""
+    return float(setup.call.query.shape[2]), float(setup.call.query.shape[1])
 
 
 def _k(setup: AttentionSetup) -> float:
@@ -165,10 +159,10 @@ CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {
     "k_scale/v_scale": lambda setup: _k(setup) / _v(setup),
     "sm_scale": lambda setup: setup.sm_scale,  # first, because its default is 1/sqrt(head_size)
     "1/sm_scale": lambda setup: 1 / setup.sm_scale,
-    "sqrt(head_size)": lambda setup: _head_size(setup) ** 0.5,
-    "1/sqrt(head_size)": lambda setup: _head_size(setup) ** -0.5,
-    "sqrt(head_size/num_heads)": lambda setup: (_head_size(setup) / _num_heads(setup)) ** 0.5,
-    "1/(sm_scale*sqrt(head_size))": lambda setup: 1 / (setup.sm_scale * _head_size(setup) ** 0.5),
+    "sqrt(head_size)": lambda setup: _sizes(setup)[0] ** 0.5,
+    "1/sqrt(head_size)": lambda setup: _sizes(setup)[0] ** -0.5,
+    "sqrt(head_size/num_heads)": lambda setup: truediv(*_sizes(setup)) ** 0.5,
+    "1/(sm_scale*sqrt(head_size))": lambda setup: 1 / (setup.sm_scale * _sizes(setup)[0] ** 0.5),
 }
 
 
