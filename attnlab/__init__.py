@@ -22,7 +22,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.lab import Lab
     from attnlab.lab.result import Result
     from attnlab.lab.run import compare, decode_error, reference, run, stages
-    from attnlab.lab.writes.check_write import check_writes
+    from attnlab.lab.writes import check_writes
     from attnlab.mla.faults import MLA_FAULTS
     from attnlab.mla.mla_case import MlaCase
     from attnlab.mla.run import check_mla, run_mla
@@ -91,7 +91,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "capture": "attnlab.recorder.capture",
     "check": "attnlab.checker.check",
     "check_mla": "attnlab.mla.run",
-    "check_writes": "attnlab.lab.writes.check_write",
+    "check_writes": "attnlab.lab.writes",
     "compare": "attnlab.lab.run",
     "decode_error": "attnlab.lab.run",
     "diagnose": "attnlab.diagnosis.public",

@@ -189,7 +189,7 @@ def stored_numbers_of(
 # Σ |x| and 2⁻⁸ of the result. Most elements round to one number for all such errors. For the others both
 # sides are followed through the scale (largest − smallest) / 15, the zero point and the number. A quotient
 # in float32, with its sum and the half that rounds it, is off by at most 2⁻¹⁹ of itself, or of 1
-# (:mod:`attnlab.lab.writes.write_case`). A scale loses its lowest four bits.
+# (:mod:`attnlab.lab.writes`). A scale loses its lowest four bits.
 
 _INT4_QUOTIENT, _INT4_SCALE, _PACKED = 2.0**-19, 2.0**-22, 2.0**-18
 
@@ -251,7 +251,7 @@ def nibble(numbers: torch.Tensor) -> torch.Tensor:
 # A cache with a scale per token and head is compared as its numbers times their scales, in the Case's
 # dtype; those of INT4 are rotated (:mod:`attnlab.lab.cache_write` has their bound). A number whose quotient
 # is next to the boundary of two numbers of the format may be the other one: the quotient is off by at most
-# 2⁻²⁰ of itself (:mod:`attnlab.lab.writes.write_case`). Scales are off by 2⁻²², so a number is off by at most
+# 2⁻²⁰ of itself (:mod:`attnlab.lab.writes`). Scales are off by 2⁻²², so a number is off by at most
 # 2⁻²¹ of itself, and by one more number of the dtype where it is rounded: the dtype's eps.
 
 _ARGUMENT_QUOTIENT, _ARGUMENT_SCALE = 2.0**-20, 2.0**-21

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.lab.writes.write_case import (
+from attnlab.lab.writes import (
     CUDA_FORMATS,
     DIFFKV,
     DS_LATENT,

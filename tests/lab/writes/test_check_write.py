@@ -8,8 +8,7 @@ from helpers.sources import needs_triton, of_release
 
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.vllm.source import find_source
-from attnlab.lab.writes.check_write import check_write, model_write, vllm_write
-from attnlab.lab.writes.write_case import (
+from attnlab.lab.writes import (
     CACHE_FORMATS,
     CUDA_FORMATS,
     DS_LATENT,
@@ -19,6 +18,9 @@ from attnlab.lab.writes.write_case import (
     PER_TOKEN_HEAD,
     X_SPLIT,
     WriteCase,
+    check_write,
+    model_write,
+    vllm_write,
     write_variants,
 )
 

@@ -10,8 +10,7 @@ from helpers.sources import RELEASES, sdist
 
 from attnlab.case.errors import KernelFailed, KernelRejected, Unsupported
 from attnlab.kernels.vllm.source import find_source
-from attnlab.lab.writes.check_write import check_write, cuda_write, model_write, vllm_write
-from attnlab.lab.writes.write_case import (
+from attnlab.lab.writes import (
     CUDA_FORMATS,
     DS_LATENT,
     DS_SIZES,
@@ -19,7 +18,11 @@ from attnlab.lab.writes.write_case import (
     LATENT,
     NHD,
     WriteCase,
+    check_write,
+    cuda_write,
     make_write_inputs,
+    model_write,
+    vllm_write,
     write_variants,
 )
 
