@@ -10,7 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.masks import MASKS
 from attnlab.lab.lab import Lab
 from attnlab.serving.batch import Request, Step
-from attnlab.serving.value_check import (
+from attnlab.serving.begun_op import (
     RowsOfOp,
     check_values,
     not_finite,
