@@ -13,15 +13,8 @@ from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import (
-    Compute,
-    Predicted,
-    Problem,
-    RowSlice,
-    always,
-    make_problem,
-    sample_rows,
-)
+from attnlab.defects.edit import Rows, family, fault
+from attnlab.defects.problem import Predicted, Problem, RowSlice, make_problem, sample_rows
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.diagnosis.reruns import SECOND_SCALES
 from attnlab.lab.lab import Lab
@@ -41,50 +34,40 @@ NINE = (  # the mutants that the study of vLLM #28490 counted
 )
 
 
-def _noise(size: Callable[[Problem, RowSlice, Predicted], torch.Tensor | float]) -> Compute:
-    """Return the ``compute`` of normal noise; ``size`` returns its standard deviation."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        correct = problem.correct(row_slice)
-        generator = torch.Generator().manual_seed(int(row_slice.seq))
-        noise = torch.randn(correct.output.shape, generator=generator, dtype=torch.float64)
-        output = noise * size(problem, row_slice, correct)
-        return Predicted(output=output, bound=correct.bound)
-
-    return compute
+def _noise(at: Rows, size: torch.Tensor | float) -> Predicted:
+    """Return normal noise with the standard deviation ``size``."""
+    correct = at.problem.correct(at.slice)
+    generator = torch.Generator().manual_seed(at.slice.seq)
+    noise = torch.randn(correct.output.shape, generator=generator, dtype=torch.float64)
+    return Predicted(output=noise * size, bound=correct.bound)
 
 
-def _output_size(problem: Problem, row_slice: RowSlice, correct: Predicted) -> torch.Tensor:
-    """Return the root mean square of the correct output, at least one rounding step."""
-    step = problem.rounding(row_slice.seq).step
-    return correct.output.square().mean().sqrt().clamp(min=step)
+def _noise_of_its_size(at: Rows) -> Predicted:
+    """Return noise with the root mean square of the correct output, at least one rounding step."""
+    output = at.problem.correct(at.slice).output
+    step = at.problem.rounding(at.slice.seq).step
+    return _noise(at, output.square().mean().sqrt().clamp(min=step))
 
 
-def _unrelated(name: str, text: str, compute: Compute) -> Defect:
-    return Defect(
-        name=name,
-        family="mutants",
-        text=text,
-        seen_in=("mlir-air #1427",),
-        touches="all",
-        compute=compute,
-        applies=always,
-    )
-
-
-CORRECT = _unrelated("correct", "the output is correct", Problem.correct)
-MUTANTS: tuple[Defect, ...] = (
-    *(defect for defect in DEFECTS.values() if not defect.harmless),
-    _unrelated(
+CORRECT, *_NOISE = family(
+    "mutants",
+    fault("correct", "the output is correct", "mlir-air #1427", lambda at: at.inputs),
+    fault(
         "noise_of_its_size",
         "the output is random noise of the same magnitude as the correct output",
-        _noise(_output_size),
+        "mlir-air #1427",
+        _noise_of_its_size,
     ),
-    _unrelated(
+    fault(
         "random_noise",
         "the output is random noise from N(0, 1)",
-        _noise(lambda problem, row_slice, correct: 1.0),
+        "mlir-air #1427",
+        lambda at: _noise(at, 1.0),
     ),
+)
+MUTANTS: tuple[Defect, ...] = (
+    *(defect for defect in DEFECTS.values() if not defect.harmless),
+    *_NOISE,
 )
 
 
