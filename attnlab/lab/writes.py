@@ -237,9 +237,6 @@ def by_slot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-Arguments = dict[str, Any]
-
-
 # Cache writes that are hostile to the ops of further formats.
 
 _REASONS: dict[str, dict[str, Any]] = {

@@ -422,11 +422,6 @@ class MutationReport(Shown):
         """Return the mutants that the test does not notice."""
         return self.of("survived")
 
-    @property
-    def partly_killed(self) -> list[Mutant]:
-        """Return the mutants that the test notices in one kernel and not in the other."""
-        return [mutant for mutant in self.mutants if mutant.survives_in and mutant.killed_in]
-
     def counts_by_kernel(self) -> dict[str, dict[str, int]]:
         """Return, for the rows of each kernel, how many mutants that change them are killed and survive."""
         return {

@@ -413,17 +413,6 @@ def _comparable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).double().nan_to_num(_NAN, torch.inf, -torch.inf) + 0.0
 
 
-SIDES = (
-    "the kernel",
-    "the arguments of the call",
-    "the expected value",
-    "the kernel and the expected value",
-    "the tolerance",
-    "the test's dtypes",
-    "the test's arguments",
-    "neither",
-    "unknown",
-)
 _IN_CACHE = (
     "newest_slot_zero",
     "newest_slot_nan",
@@ -440,10 +429,11 @@ _ARGUMENTS = (
 class Judgement:
     """What is wrong with a call and its comparison.
 
-    - ``side``: one of SIDES. ``evidence``: one sentence.
+    - ``side``: "the kernel", "the arguments of the call", "the expected value", "the kernel and the expected
+      value", "the tolerance", "the test's dtypes", "the test's arguments", "neither" or "unknown".
+    - ``evidence``: one sentence.
     - ``diagnosis``: that of the call's output. ``comparison``: the test's, or None if it compared
       something else.
-    - ``expected_rows``: the rows where the expected value is wrong.
     - ``read_as``: how arguments of another form were read.
     """
 
@@ -451,7 +441,6 @@ class Judgement:
     evidence: str
     diagnosis: Diagnosis
     comparison: Comparison | None = None
-    expected_rows: int = 0
     read_as: tuple[str, ...] = ()
 
 
@@ -464,7 +453,7 @@ def judge(
     and their arguments differ, the test compares two different things. Raises InvalidCall for a call without
     a reference.
     """
-    diagnosis, rows = diagnose_captured(call, Case()), 0
+    diagnosis = diagnose_captured(call, Case())
     if comparison is None or diagnosis.status == "not decided":
         side = _side_of_output(diagnosis) if diagnosis.is_wrong else "unknown"
         evidence = _of_output(diagnosis)
@@ -486,7 +475,6 @@ def judge(
         evidence=evidence,
         diagnosis=diagnosis,
         comparison=comparison,
-        expected_rows=rows,
         read_as=call.read_as,
     )
 
