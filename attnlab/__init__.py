@@ -22,13 +22,16 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.lab import Lab
     from attnlab.lab.result import Result
     from attnlab.lab.run import compare, decode_error, reference, run, stages
-    from attnlab.lab.writes.check_write import check_writes
+    from attnlab.lab.writes import check_writes
     from attnlab.mla.faults import MLA_FAULTS
     from attnlab.mla.mla_case import MlaCase
     from attnlab.mla.run import check_mla, run_mla
     from attnlab.mutation.power import power
-    from attnlab.recorder.dumps import capture, read_call
-    from attnlab.replay.public import probe_call, replay_call, shrink_call
+    from attnlab.recorder.capture import capture
+    from attnlab.recorder.dumps import read_call
+    from attnlab.replay.probe import probe_call
+    from attnlab.replay.replay_call import replay_call
+    from attnlab.replay.shrinking import shrink_call
     from attnlab.show.notebook import Verdicts
     from attnlab.show.panels import explorer, panel
     from attnlab.show.plot import plot
@@ -85,10 +88,10 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "Result": "attnlab.lab.result",
     "Unavailable": "attnlab.case.errors",
     "Verdicts": "attnlab.show.notebook",
-    "capture": "attnlab.recorder.dumps",
+    "capture": "attnlab.recorder.capture",
     "check": "attnlab.checker.check",
     "check_mla": "attnlab.mla.run",
-    "check_writes": "attnlab.lab.writes.check_write",
+    "check_writes": "attnlab.lab.writes",
     "compare": "attnlab.lab.run",
     "decode_error": "attnlab.lab.run",
     "diagnose": "attnlab.diagnosis.public",
@@ -98,14 +101,14 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "panel": "attnlab.show.panels",
     "plot": "attnlab.show.plot",
     "power": "attnlab.mutation.power",
-    "probe_call": "attnlab.replay.public",
+    "probe_call": "attnlab.replay.probe",
     "read_call": "attnlab.recorder.dumps",
     "reference": "attnlab.lab.run",
-    "replay_call": "attnlab.replay.public",
+    "replay_call": "attnlab.replay.replay_call",
     "run": "attnlab.lab.run",
     "run_many": "attnlab.checker.matrix",
     "run_mla": "attnlab.mla.run",
-    "shrink_call": "attnlab.replay.public",
+    "shrink_call": "attnlab.replay.shrinking",
     "stages": "attnlab.lab.run",
     "violations": "attnlab.diagnosis.public",
     "xray": "attnlab.weights.conclude",

@@ -39,9 +39,8 @@ from attnlab.kernels.vllm.op_calls import bind  # noqa: E402
 from attnlab.kernels.vllm.source import find_source  # noqa: E402
 from attnlab.recorder.ops import vllm_ops  # noqa: E402
 from attnlab.serving.record import RecordFile, read_records  # noqa: E402
-from attnlab.serving.session import Session  # noqa: E402
 from attnlab.serving.settings import CaptureSettings  # noqa: E402
-from attnlab.serving.start import attention_wrapper  # noqa: E402
+from attnlab.serving.start import Session, attention_wrapper  # noqa: E402
 from attnlab.tensors.call import KernelCall  # noqa: E402
 from attnlab.tensors.case_call import presented  # noqa: E402
 

@@ -18,9 +18,12 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import AttnLabError
-from attnlab.mla.mla_case import PATHS, MlaCase, draw_cases, variants_of
+from attnlab.mla.mla_case import PATHS, MlaCase, variants_of
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.drawn_cases import draw_cases
 
 
 def main() -> int:

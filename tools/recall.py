@@ -34,7 +34,7 @@ from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import OPS_FOLDERS, fetched_wheel
 from attnlab.lab.lab import Lab
-from attnlab.lab.writes.check_write import check_writes
+from attnlab.lab.writes import check_writes
 
 CHUNKED, PREFILL, UNIFIED = (
     "chunked_prefill_paged_decode",

@@ -4,8 +4,10 @@ The renderer is :mod:`attnlab.show.sheets`, which this folder must not import. T
 registers it here.
 """
 
+import dataclasses
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -72,14 +74,30 @@ def json_number(value: float) -> float | str:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value with every float in it, at any depth of dicts, lists and tuples, as strict JSON has it.
+    """Return a value as strict JSON has it, at any depth of dicts, lists, tuples and dataclasses.
 
-    Tuples become lists. Other values are returned as they are.
+    Tuples become lists, a dataclass its ``to_dict`` or its fields. Other values are returned as they are.
     """
     if isinstance(value, float):
         return json_number(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        own = getattr(value, "to_dict", None)
+        return json_fields(value) if own is None else own()
     return value
+
+
+def json_fields(noun: Any, *more: str, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields of a dataclass by name as strict JSON has them, except those of ``without``.
+
+    ``more``: further attributes; of a method, what it returns.
+    """
+    names = [one.name for one in dataclasses.fields(noun) if one.name not in without]
+    found = {name: getattr(noun, name) for name in (*names, *more)}
+    return {
+        name: json_value(value() if inspect.ismethod(value) else value)
+        for name, value in found.items()
+    }

@@ -62,8 +62,7 @@ def _of_call(
     from attnlab.diagnosis.location.trials import FULL
     from attnlab.kernels.run_call import backend_of_origin
     from attnlab.kernels.runner import ORIGIN, one_backend
-    from attnlab.recorder.dumps import parse_names
-    from attnlab.recorder.dumps import read_call_file as read_call
+    from attnlab.recorder.dumps import parse_names, read_call
 
     names = None if args.map is None else parse_names(args.map)
     call = read_call(args.call, names, op=op)

@@ -117,7 +117,7 @@ def _writes(args: argparse.Namespace) -> int:
 
         find_source(args.source)
 
-    from attnlab.lab.writes.check_write import check_writes
+    from attnlab.lab.writes import check_writes
 
     report = check_writes(backend=args.backend, source=args.source)
     if args.json:

@@ -82,8 +82,7 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
         refuse("op", f"one of {', '.join(OPS)}", args.op)
     check_input_path(args.call)
 
-    from attnlab.recorder.dumps import parse_names
-    from attnlab.recorder.dumps import read_call_file as read_call
+    from attnlab.recorder.dumps import parse_names, read_call
 
     names = None if args.map is None else parse_names(args.map)
     return read_call(args.call, names, op=args.op), case, given

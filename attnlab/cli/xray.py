@@ -114,7 +114,7 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
     from attnlab.diagnosis.captured import where_it_ran
     from attnlab.kernels.run_call import backend_of_origin
     from attnlab.kernels.runner import ORIGIN
-    from attnlab.recorder.dumps import read_call_file as read_call
+    from attnlab.recorder.dumps import read_call
     from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 
     with progress("measuring the weights") as on_step:

@@ -8,27 +8,15 @@ the reference reproduces them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES, MASKS
+from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES, MASKS, TOKENS
 from attnlab.defects.problem import Defect
-from attnlab.defects.reads import DECODING, HEADS, READS
-from attnlab.defects.rows import ROWS, TOKENS
+from attnlab.defects.reads import DECODING, HEADS, READS, ROWS
 from attnlab.defects.scores import SCORES, SINKS, SOFTCAP
 from attnlab.defects.softmax import PARTITIONS, SOFTMAX
 
 _FAMILIES = (
-    MASKS,
-    BIDIRECTIONAL,
-    BRANCHES,
-    PARTITIONS,
-    SOFTMAX,
-    TOKENS,
-    SCORES,
-    SINKS,
-    SOFTCAP,
-    HEADS,
-    READS,
-    DECODING,
-    ROWS,
+    *(MASKS, BIDIRECTIONAL, BRANCHES, PARTITIONS, SOFTMAX, TOKENS, SCORES, SINKS, SOFTCAP, HEADS),
+    *(READS, DECODING, ROWS),
 )
 DEFECTS: Mapping[str, Defect] = MappingProxyType(
     {defect.name: defect for family in _FAMILIES for defect in family}

@@ -1,236 +1,37 @@
-"""Defects of the causal mask and of the sliding window."""
-
-import dataclasses
-from typing import Any
+"""Defects of what rows see: causal mask, sliding window, ranges, branches, and which tokens count."""
 
 import torch
 
-from attnlab.defects.problem import (
-    Applies,
-    AttentionInputs,
-    ChangeInputs,
-    Compute,
-    Defect,
-    Problem,
-    RowSlice,
-    always,
-    changing_inputs,
-    softmax,
+from attnlab.defects.edit import (
+    TILES,
+    Rows,
+    family,
+    fault,
+    has_causal_rows,
+    has_context,
+    has_partial_block,
+    has_several_seqs,
+    has_window,
 )
+from attnlab.defects.problem import AttentionInputs, Problem
+from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.case_visibility import mask_of
 from attnlab.tensors.visibility import Visibility
 
-# Changes of the rules by which rows see keys, from which the defects of masks are made.
 
-
-def rules(problem: Problem) -> Visibility:
-    return problem.call.visibility
-
-
-def with_rules(
-    problem: Problem, seq: int, inputs: AttentionInputs, **changes: Any
-) -> AttentionInputs:
-    """Return the inputs with what rows see under other rules."""
-    mask = mask_of(problem.call, seq, **changes)
-    return dataclasses.replace(
-        inputs, visible=mask.visible(inputs.position), mask_bias=mask.bias(inputs.position)
-    )
-
-
-def other_rules(**changes: Any) -> Compute:
-    """Return the ``compute`` of a defect that uses other rules for all sequences."""
-    return changing_inputs(
-        lambda problem, rows, inputs: with_rules(problem, rows.seq, inputs, **changes)
-    )
-
-
-def masked_defect(
-    family: str,
-    name: str,
-    text: str,
-    applies: Applies,
-    *computes: tuple[str, Compute],
-    change: ChangeInputs | None = None,
-    seen_in: tuple[str, ...],
-) -> Defect:
-    """Return a defect of a family with one variant for each of ``computes``, or with ``change``."""
-    found = computes if change is None else (("", changing_inputs(change)),)
-    return Defect(
-        name=name,
-        family=family,
-        text=text,
-        seen_in=seen_in,
-        touches="all",
-        compute=found[0][1],
-        applies=applies,
-        variants=found if len(found) > 1 else (),
-    )
-
-
-def hide(inputs: AttentionInputs, hidden: torch.Tensor) -> AttentionInputs:
-    """Return the inputs without the keys that are ``hidden``, [keys] or [rows, keys] bool."""
-    return dataclasses.replace(inputs, visible=inputs.visible & ~hidden)
-
-
-def show(inputs: AttentionInputs, shown: torch.Tensor) -> AttentionInputs:
-    """Return the inputs in which rows also see the keys that are ``shown``, [rows, keys] bool."""
-    return dataclasses.replace(inputs, visible=inputs.visible | shown)
-
-
-def key_positions(inputs: AttentionInputs) -> torch.Tensor:
-    """Return the positions of the keys, [keys] int64."""
-    return torch.arange(inputs.key.shape[0])
-
-
-def _newest_dropped(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-) -> AttentionInputs:
-    return hide(inputs, key_positions(inputs) == inputs.key.shape[0] - 1)
-
-
-def _oldest_dropped(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-) -> AttentionInputs:
-    is_oldest = inputs.visible & (inputs.visible.cumsum(1) == 1)
-    return hide(inputs, is_oldest)
-
-
-def _causal(name: str, text: str, shift: int) -> Defect:
-    """Return the defect of causal rows that see the next key, too (1), or not their own (-1)."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        if not problem.call.visibility.is_causal(row_slice.seq):
-            return inputs
-        edge = key_positions(inputs) == inputs.position[:, None] + (shift > 0)
-        return hide(inputs, edge) if shift < 0 else show(inputs, edge)
-
-    return Defect(
-        name=name,
-        family="masks",
-        text=text,
-        seen_in=("vllm #51257", "vllm-project/flash-attention #154"),
-        touches="all",
-        compute=changing_inputs(change),
-        applies=has_causal_rows,
-    )
-
-
-def _top_left(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+def _top_left(at: Rows) -> AttentionInputs:
     """Return the inputs of a mask [query_len, seq_len] whose diagonal begins at its first row and column."""
-    if not problem.call.visibility.is_causal(row_slice.seq):
-        return inputs
-    mask = mask_of(
-        problem.call, row_slice.seq, qq_bias=None
-    )  # its rows are new tokens, not positions
-    hidden_by_bias = mask.visible(inputs.position) & ~inputs.visible
-    return dataclasses.replace(inputs, visible=mask.visible(row_slice.tokens) & ~hidden_by_bias)
+    if not at.is_causal:
+        return at.inputs
+    # The rows of the bias are new tokens, not positions.
+    hidden_by_bias = at.seen_under(qq_bias=None) & ~at.visible
+    mask = mask_of(at.call, at.slice.seq, qq_bias=None)
+    return at.change(visible=mask.visible(at.slice.tokens) & ~hidden_by_bias)
 
 
 def _has_causal_context(problem: Problem) -> bool:
-    """Answer whether a causal sequence has a context."""
-    return any(
-        problem.call.visibility.is_causal(seq) and problem.query_len(seq) < problem.seq_len(seq)
-        for seq in range(problem.num_seqs)
-    )
-
-
-def has_causal_rows(problem: Problem) -> bool:
-    """Answer whether any sequence is causal."""
-    visibility = problem.call.visibility
-    return any(visibility.is_causal(seq) for seq in range(problem.num_seqs))
-
-
-def has_window(problem: Problem) -> bool:
-    """Answer whether the call has a sliding window; chunks are none."""
-    visibility = problem.call.visibility
-    return visibility.sliding_window > 0 and not visibility.has_chunks
-
-
-def with_window(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs, wider: int | None
-) -> torch.Tensor:
-    """Return what rows see through a window that is ``wider`` on each side, or without limit for None."""
-    rules = problem.call.visibility
-    window = 0 if wider is None else rules.sliding_window + wider
-    is_empty, right = wider is not None and window == 0, rules.window_right
-    changes = {
-        "sliding_window": 1 if is_empty else window,
-        "window_right": None if right is None else max(0, right + (wider or 0)),
-    }
-    seen = mask_of(problem.call, row_slice.seq, **changes).visible(inputs.position)
-    return seen & (key_positions(inputs) != inputs.position[:, None]) if is_empty else seen
-
-
-def _window(name: str, text: str, seen_in: tuple[str, ...], wider: int | None) -> Defect:
-    """Return the defect of a window that is ``wider`` by some keys, or without limit for None."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        return dataclasses.replace(inputs, visible=with_window(problem, row_slice, inputs, wider))
-
-    return Defect(
-        name=name,
-        family="masks",
-        text=text,
-        seen_in=seen_in,
-        touches="all",
-        compute=changing_inputs(change),
-        applies=has_window,
-    )
-
-
-def _window_both_sides(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-) -> AttentionInputs:
-    if not problem.call.visibility.is_causal(row_slice.seq):
-        return inputs
-    after = key_positions(inputs) - inputs.position[:, None]
-    return show(inputs, (after > 0) & (after < problem.call.sliding_window))
-
-
-def _window_in_loop(
-    name: str, text: str, seen_in: tuple[str, ...], of_context: bool, wider: tuple[int | None, ...]
-) -> Defect:
-    """Return the defect of a window that is wrong in the loop over the context only, or over new tokens.
-
-    ``wider``: by how many keys, one variant each; None is a window without limit.
-    """
-
-    def compute_of(keys_more: int | None) -> Compute:
-        def change(
-            problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-        ) -> AttentionInputs:
-            ctx_len = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
-            if not _has_two_loops(problem, row_slice.seq):
-                return inputs
-            keys = key_positions(inputs)
-            wrong = with_window(problem, row_slice, inputs, keys_more)
-            in_loop = (keys < ctx_len) if of_context else (keys >= ctx_len)
-            return dataclasses.replace(inputs, visible=torch.where(in_loop, wrong, inputs.visible))
-
-        return changing_inputs(change)
-
-    variants = tuple(
-        (
-            "without limit"
-            if more is None
-            else f"by {abs(more)} too {'wide' if more > 0 else 'narrow'}",
-            compute_of(more),
-        )
-        for more in wider
-    )
-    return Defect(
-        name=name,
-        family="masks",
-        text=text,
-        seen_in=seen_in,
-        touches="all",
-        compute=variants[0][1],
-        applies=lambda problem: (
-            has_window(problem)
-            and any(_has_two_loops(problem, seq) for seq in range(problem.num_seqs))
-        ),
-        variants=variants if len(variants) > 1 else (),
-    )
+    causal = problem.call.visibility.is_causal
+    return any(causal(seq) and problem.ctx_len(seq) > 0 for seq in range(problem.num_seqs))
 
 
 def _has_two_loops(problem: Problem, seq: int) -> bool:
@@ -238,97 +39,119 @@ def _has_two_loops(problem: Problem, seq: int) -> bool:
     return 1 < problem.query_len(seq) < problem.seq_len(seq)
 
 
-MASKS = (
-    Defect(
-        name="newest_token_dropped",
-        family="masks",
-        text="no row attends to the sequence's newest token",
-        seen_in=("vllm #28490",),
-        touches="all",
-        compute=changing_inputs(_newest_dropped),
-        applies=always,
+def _any_has_two_loops(problem: Problem) -> bool:
+    return any(_has_two_loops(problem, seq) for seq in range(problem.num_seqs))
+
+
+def _in_loop(at: Rows, of_context: bool, wider: int | None) -> AttentionInputs:
+    """Widen the window in the loop over the context only, or over the new tokens."""
+    if not _has_two_loops(at.problem, at.slice.seq):
+        return at.inputs
+    in_loop = (at.keys < at.ctx_len) == of_context
+    return at.change(visible=torch.where(in_loop, at.window(wider), at.visible))
+
+
+_OFF_BY_ONE = {"by 1 too wide": 1, "by 1 too narrow": -1}
+
+MASKS = family(
+    "masks",
+    fault(
+        "newest_token_dropped",
+        "no row attends to the sequence's newest token",
+        "vllm #28490",
+        lambda at: at.hide(at.keys == at.seq_len - 1),
     ),
-    Defect(
-        name="oldest_token_dropped",
-        family="masks",
-        text="each row misses the oldest key that it should see, the first of its window or sequence",
-        seen_in=("sglang #32087",),
-        touches="all",
-        compute=changing_inputs(_oldest_dropped),
-        applies=always,
+    fault(
+        "oldest_token_dropped",
+        "each row misses the oldest key that it should see, the first of its window or sequence",
+        "sglang #32087",
+        lambda at: at.hide(at.visible & (at.visible.cumsum(1) == 1)),
     ),
-    _causal("causal_plus_one", "each row also attends to the token after its own", +1),
-    _causal(
+    fault(
+        "causal_plus_one",
+        "each row also attends to the token after its own",
+        "vllm #51257, vllm-project/flash-attention #154",
+        lambda at: at.show((at.after == 1) & at.is_causal),
+        has_causal_rows,
+    ),
+    fault(
         "causal_minus_one",
         "the causal mask is strict: a row does not attend to its own token",
-        -1,
+        "vllm #51257, vllm-project/flash-attention #154",
+        lambda at: at.hide((at.after == 0) & at.is_causal),
+        has_causal_rows,
     ),
-    Defect(
-        name="causal_top_left",
-        family="masks",
-        text="the causal mask is aligned at its top left, as scaled_dot_product_attention aligns it with "
+    fault(
+        "causal_top_left",
+        "the causal mask is aligned at its top left, as scaled_dot_product_attention aligns it with "
         "is_causal=True: new token i sees the keys at positions 0 to i, not those up to its own",
-        seen_in=("pytorch/pytorch #108108", "pytorch/pytorch #103082", "onnx/onnx #8068"),
-        touches="all",
-        compute=changing_inputs(_top_left),
-        applies=_has_causal_context,
+        "pytorch/pytorch #108108, pytorch/pytorch #103082, onnx/onnx #8068",
+        _top_left,
+        _has_causal_context,
     ),
-    _window(
+    fault(
         "window_plus_one",
         "the sliding window is one key too wide",
-        ("vllm #3385", "transformers #29623"),
-        +1,
+        "vllm #3385, transformers #29623",
+        lambda at: at.change(visible=at.window(+1)),
+        has_window,
     ),
-    _window("window_minus_one", "the sliding window is one key too narrow", ("sglang #32087",), -1),
-    _window(
+    fault(
+        "window_minus_one",
+        "the sliding window is one key too narrow",
+        "sglang #32087",
+        lambda at: at.change(visible=at.window(-1)),
+        has_window,
+    ),
+    fault(
         "window_ignored",
         "the sliding window is not applied",
-        ("vllm #30887", "rocm-libraries #12229"),
-        None,
+        "vllm #30887, rocm-libraries #12229",
+        lambda at: at.change(visible=at.window(None)),
+        has_window,
     ),
-    _window_in_loop(
+    fault(
         "window_ignored_in_context",
         "the sliding window is not applied to the keys of the context",
-        ("vllm #4405", "pytorch/executorch #21857"),
-        True,
-        (None,),
+        "vllm #4405, pytorch/executorch #21857",
+        lambda at: _in_loop(at, True, None),
+        *(has_window, _any_has_two_loops),
     ),
-    _window_in_loop(
+    fault(
         "window_ignored_in_new_tokens",
         "the sliding window is not applied to the keys of the new tokens",
-        ("vllm #4405",),
-        False,
-        (None,),
+        "vllm #4405",
+        lambda at: _in_loop(at, False, None),
+        *(has_window, _any_has_two_loops),
     ),
-    _window_in_loop(
+    fault(
         "window_off_in_context",
         "the sliding window is off by one for the keys of the context only",
-        ("vllm #4405",),
-        True,
-        (+1, -1),
+        "vllm #4405",
+        lambda at, wider: _in_loop(at, True, wider),
+        *(has_window, _any_has_two_loops),
+        variants=_OFF_BY_ONE,
     ),
-    _window_in_loop(
+    fault(
         "window_off_in_new_tokens",
         "the sliding window is off by one for the keys of the new tokens only",
-        ("vllm #4405",),
-        False,
-        (+1, -1),
+        "vllm #4405",
+        lambda at, wider: _in_loop(at, False, wider),
+        *(has_window, _any_has_two_loops),
+        variants=_OFF_BY_ONE,
     ),
-    Defect(
-        name="window_both_sides",
-        family="masks",
-        text="the sliding window extends as far into the future as into the past",
-        seen_in=("vllm #51257", "vllm-project/flash-attention #154"),
-        touches="all",
-        compute=changing_inputs(_window_both_sides),
-        applies=lambda problem: has_window(problem) and has_causal_rows(problem),
+    fault(
+        "window_both_sides",
+        "the sliding window extends as far into the future as into the past",
+        "vllm #51257, vllm-project/flash-attention #154",
+        lambda at: at.show((at.after > 0) & (at.after < at.call.sliding_window) & at.is_causal),
+        *(has_window, has_causal_rows),
     ),
 )
 
 
 # Defects of sequences that are not causal, and of bidirectional ranges.
 
-TILES = (16, 32, 64, 128)
 _ROWS = (16, 8, 5, 4, 3, 2, 1)  # rows of a block: 16 // num_queries_per_kv
 
 
@@ -337,176 +160,115 @@ def _has_ranges(problem: Problem) -> bool:
 
 
 def _is_bidirectional(problem: Problem) -> bool:
-    return not all(rules(problem).is_causal(seq) for seq in range(problem.num_seqs))
+    return not all(problem.call.visibility.is_causal(seq) for seq in range(problem.num_seqs))
 
 
-def _differ_in_causality(problem: Problem) -> bool:
-    return isinstance(rules(problem).causal, torch.Tensor) and problem.num_seqs > 1
+def _first_row(at: Rows, rows: int) -> AttentionInputs:
+    """Zero the values outside the window of the first of each ``rows`` rows."""
+    window = at.call.sliding_window
+    first = at.inputs.position - at.slice.tokens % rows
+    away = first[:, None] - at.keys
+    kept = (away < window) & (at.is_causal | (away > -window))
+    return at.weigh(lambda scores: at.softmax(scores) * kept.to(scores.dtype))
 
 
-def _cut_at_tile(size: int) -> Compute:
-    """Return the ``compute`` of ranges that end with the tile of ``size`` keys which a row is in."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        after_tile = (inputs.position // size + 1) * size
-        return hide(inputs, key_positions(inputs) >= after_tile[:, None])
-
-    return changing_inputs(change)
-
-
-def _flags_of_next(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    causal = rules(problem).causal
-    assert isinstance(causal, torch.Tensor)
-    return with_rules(problem, rows.seq, inputs, causal=causal.roll(-1))
-
-
-def _ranges_of_next(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    ranges = rules(problem).mm_prefix_range
-    assert ranges is not None
-    return with_rules(problem, rows.seq, inputs, mm_prefix_range=ranges.roll(-1, 0))
-
-
-def _ranges_shorter(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    ranges = rules(problem).mm_prefix_range
-    assert ranges is not None
-    shorter = ranges - torch.tensor([0, 1], device=ranges.device)
-    return with_rules(problem, rows.seq, inputs, mm_prefix_range=shorter)
-
-
-def _values_of_first_row(rows: int) -> Compute:
-    """Return the ``compute`` of values that are 0 outside the window of the first of ``rows`` rows."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        window = problem.call.sliding_window
-        first = inputs.position - row_slice.tokens % rows
-        away = first[:, None] - key_positions(inputs)
-        kept = away < window
-        if not rules(problem).is_causal(row_slice.seq):
-            kept &= away > -window
-        return dataclasses.replace(
-            inputs, weigh=lambda scores: softmax(scores, inputs.sinks) * kept.to(scores.dtype)
-        )
-
-    return changing_inputs(change)
-
-
-def _right_side_open(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    return with_rules(problem, rows.seq, inputs, window_right=None)
-
-
-def _window_lost_in_range(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-) -> AttentionInputs:
+def _window_lost_in_range(at: Rows) -> AttentionInputs:
     """Drop the window for rows in a range, towards all keys."""
-    everything = with_window(problem, row_slice, inputs, None)
-    inside = torch.zeros(len(inputs.position), dtype=torch.bool)
-    for first, last in mask_of(problem.call, row_slice.seq).ranges():
-        inside |= (inputs.position >= first) & (inputs.position <= last)
-    return dataclasses.replace(
-        inputs, visible=torch.where(inside[:, None], everything, inputs.visible)
-    )
+    position = at.inputs.position
+    inside = torch.zeros(len(position), dtype=torch.bool)
+    for first, last in mask_of(at.call, at.slice.seq).ranges():
+        inside |= (position >= first) & (position <= last)
+    return at.change(visible=torch.where(inside[:, None], at.window(None), at.visible))
 
 
-BIDIRECTIONAL = (
-    masked_defect(
-        "bidirectional",
+def _clamps_ranges(problem: Problem) -> bool:
+    return problem.call.visibility.mm_prefix_clamp_sliding_window
+
+
+BIDIRECTIONAL = family(
+    "bidirectional",
+    fault(
         "bidirectional_ignored",
         "sequences that are not causal are computed causally",
+        "vllm #49202",
+        lambda at: at.under(causal=True),
         _is_bidirectional,
-        ("", other_rules(causal=True)),
-        seen_in=("vllm #49202",),
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "causality_of_next_sequence",
         "each sequence has the causal flag of the next one",
-        _differ_in_causality,
-        change=_flags_of_next,
-        seen_in=("vllm #49202",),
+        "vllm #49202",
+        lambda at: at.under(causal=at.rules.causal.roll(-1)),
+        lambda problem: isinstance(problem.call.visibility.causal, torch.Tensor),
+        has_several_seqs,
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "window_right_side_open",
         "the window of rows that are not causal has no limit to the right",
-        lambda problem: (
-            has_window(problem)
-            and _is_bidirectional(problem)
-            and rules(problem).window_right is not None
-        ),
-        change=_right_side_open,
-        seen_in=("vllm #49202",),
+        "vllm #49202",
+        lambda at: at.under(window_right=None),
+        *(has_window, _is_bidirectional),
+        lambda problem: problem.call.visibility.window_right is not None,
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "window_of_first_row",
         "values outside the window of the first row of a block count as 0 for all its rows",
-        lambda problem: has_window(problem) and not rules(problem).is_plain,
-        *((f"blocks of {rows} rows", _values_of_first_row(rows)) for rows in _ROWS),
-        seen_in=("vllm #49202",),
+        "vllm #49202",
+        _first_row,
+        has_window,
+        lambda problem: not problem.call.visibility.is_plain,
+        variants={f"blocks of {rows} rows": rows for rows in _ROWS},
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "ranges_ignored",
         "bidirectional ranges are not applied",
+        "vllm #46754, vllm #47217",
+        lambda at: at.under(mm_prefix_range=None),
         _has_ranges,
-        ("", other_rules(mm_prefix_range=None)),
-        seen_in=("vllm #46754", "vllm #47217"),
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "range_cut_at_tile",
         "rows see a bidirectional range only up to the end of the tile of keys that they are in",
+        "vllm #30974",
+        lambda at, size: at.hide(at.keys >= ((at.inputs.position // size + 1) * size)[:, None]),
         _has_ranges,
-        *((f"tiles of {size}", _cut_at_tile(size)) for size in TILES),
-        seen_in=("vllm #30974",),
+        variants={f"tiles of {size}": size for size in TILES},
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "range_one_shorter",
         "bidirectional ranges end one token too early",
+        "vllm #30974",
+        lambda at: at.under(mm_prefix_range=at.rules.mm_prefix_range - torch.tensor([0, 1])),
         _has_ranges,
-        change=_ranges_shorter,
-        seen_in=("vllm #30974",),
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "ranges_of_next_sequence",
         "each sequence has the bidirectional ranges of the next one",
-        lambda problem: _has_ranges(problem) and problem.num_seqs > 1,
-        change=_ranges_of_next,
-        seen_in=("vllm #47217",),
+        "vllm #47217",
+        lambda at: at.under(mm_prefix_range=at.rules.mm_prefix_range.roll(-1, 0)),
+        *(_has_ranges, has_several_seqs),
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "window_lost_in_range",
         "the sliding window is not applied to rows in a bidirectional range",
-        lambda problem: has_window(problem) and _has_ranges(problem),
-        change=_window_lost_in_range,
-        seen_in=("vllm #47332",),
+        "vllm #47332",
+        _window_lost_in_range,
+        *(has_window, _has_ranges),
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "range_beyond_window",
         "a bidirectional range extends beyond the window that must limit it",
-        lambda problem: (
-            has_window(problem)
-            and _has_ranges(problem)
-            and rules(problem).mm_prefix_clamp_sliding_window
-        ),
-        ("", other_rules(mm_prefix_clamp_sliding_window=False)),
-        seen_in=("vllm #47332",),
+        "vllm #47332",
+        lambda at: at.under(mm_prefix_clamp_sliding_window=False),
+        *(has_window, _has_ranges, _clamps_ranges),
     ),
-    masked_defect(
-        "bidirectional",
+    fault(
         "range_cut_by_window",
         "the sliding window limits a bidirectional range that must extend beyond it",
-        lambda problem: (
-            has_window(problem)
-            and _has_ranges(problem)
-            and not rules(problem).mm_prefix_clamp_sliding_window
-        ),
-        ("", other_rules(mm_prefix_clamp_sliding_window=True)),
-        seen_in=("vllm #47217",),
+        "vllm #47217",
+        lambda at: at.under(mm_prefix_clamp_sliding_window=True),
+        *(has_window, _has_ranges),
+        lambda problem: not _clamps_ranges(problem),
     ),
 )
 
@@ -515,144 +277,184 @@ BIDIRECTIONAL = (
 
 
 def _has_prefix(problem: Problem) -> bool:
-    lens = rules(problem).rswa_prefix_lens
+    lens = problem.call.visibility.rswa_prefix_lens
     return lens is not None and bool((lens > 0).any())
 
 
 def _has_chunks(problem: Problem) -> bool:
-    return rules(problem).has_chunks
+    return problem.call.visibility.has_chunks
 
 
 def _has_tree(problem: Problem) -> bool:
-    return rules(problem).qq_bias is not None
+    return problem.call.visibility.qq_bias is not None
 
 
-def _prefix_of_next(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    lens = rules(problem).rswa_prefix_lens
-    assert lens is not None
-    return with_rules(problem, rows.seq, inputs, rswa_prefix_lens=lens.roll(-1))
+def _lookback(at: Rows, more: int) -> AttentionInputs:
+    """Show some chunks more, of the right size."""
+    rules: Visibility = at.rules
+    size = max(1, rules.sliding_window // (rules.chunk_lookback + 1))
+    lookback = rules.chunk_lookback + more
+    if lookback < 0:
+        return at.hide(torch.ones_like(at.visible))
+    return at.under(chunk_lookback=lookback, sliding_window=size * (lookback + 1))
 
 
-def _prefix_longer(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    lens = rules(problem).rswa_prefix_lens
-    assert lens is not None
-    return with_rules(problem, rows.seq, inputs, rswa_prefix_lens=lens + 1)
-
-
-def _lookback(more: int) -> Compute:
-    """Return the ``compute`` of rows that see some chunks more, of the right size."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        before = rules(problem)
-        size = max(1, before.sliding_window // (before.chunk_lookback + 1))
-        lookback = before.chunk_lookback + more
-        if lookback < 0:
-            return hide(inputs, torch.ones_like(inputs.visible))
-        changes = {"chunk_lookback": lookback, "sliding_window": size * (lookback + 1)}
-        return with_rules(problem, row_slice.seq, inputs, **changes)
-
-    return changing_inputs(change)
-
-
-def _as_window(problem: Problem, rows: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    return with_rules(problem, rows.seq, inputs, chunk_lookback=-1)
-
-
-def _tree_shifted(shift: int) -> Compute:
-    """Return the ``compute`` of rows that use the bias of another row of the tree."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        bias = rules(problem).qq_bias
-        assert bias is not None
-        return with_rules(problem, row_slice.seq, inputs, qq_bias=bias.roll(shift, 0))
-
-    return changing_inputs(change)
-
-
-def _tree_in_context(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-) -> AttentionInputs:
+def _tree_in_context(at: Rows) -> AttentionInputs:
     """Count the keys of the bias from the sequence's begin, not from the end of the context."""
-    bias = rules(problem).qq_bias
-    assert bias is not None
-    rows, columns = bias[row_slice.tokens], min(bias.shape[1], inputs.key.shape[0])
-    added = torch.zeros(len(rows), inputs.key.shape[0])
+    rows, columns = at.rules.qq_bias[at.slice.tokens], min(at.rules.qq_bias.shape[1], at.seq_len)
+    added = torch.zeros(len(rows), at.seq_len)
     added[:, :columns] = rows[:, :columns]
-    seen = mask_of(problem.call, row_slice.seq, qq_bias=None).visible(inputs.position)
     hidden = added == -torch.inf
-    return dataclasses.replace(
-        inputs, visible=seen & ~hidden, mask_bias=added.masked_fill(hidden, 0.0)
+    visible = at.seen_under(qq_bias=None) & ~hidden
+    return at.change(visible=visible, mask_bias=added.masked_fill(hidden, 0.0))
+
+
+BRANCHES = family(
+    "branches",
+    fault(
+        "prefix_hidden",
+        "the prefix that each row must see besides its window is hidden",
+        "sglang #39703",
+        lambda at: at.under(rswa_prefix_lens=None),
+        _has_prefix,
+    ),
+    fault(
+        "prefix_one_longer",
+        "the prefix that each row sees besides its window is one key too long",
+        "vllm #3385",
+        lambda at: at.under(rswa_prefix_lens=at.rules.rswa_prefix_lens + 1),
+        _has_prefix,
+    ),
+    fault(
+        "prefix_of_next_sequence",
+        "each sequence has the prefix length of the next one",
+        "vllm #47217",
+        lambda at: at.under(rswa_prefix_lens=at.rules.rswa_prefix_lens.roll(-1)),
+        *(_has_prefix, has_several_seqs),
+    ),
+    fault(
+        "chunk_lookback_off_by_one",
+        "rows see another number of earlier chunks",
+        "transformers #37329",
+        _lookback,
+        _has_chunks,
+        variants={"one more": 1, "one less": -1},
+    ),
+    fault(
+        "chunks_as_window",
+        "rows see a sliding window instead of chunks",
+        "vllm #19904",
+        lambda at: at.under(chunk_lookback=-1),
+        _has_chunks,
+    ),
+    fault(
+        "tree_ignored",
+        "the bias between new tokens is not added, so rows see tokens of other branches",
+        "sglang #39703",
+        lambda at: at.under(qq_bias=None),
+        _has_tree,
+    ),
+    fault(
+        "tree_row_shifted",
+        "rows use the bias of a neighbouring row of the tree",
+        "vllm #47332",
+        lambda at, shift: at.under(qq_bias=at.rules.qq_bias.roll(shift, 0)),
+        _has_tree,
+        variants={"the row before": 1, "the row after": -1},
+    ),
+    fault(
+        "tree_at_sequence_start",
+        "the bias between new tokens is added to the first keys of the sequence",
+        "vllm #47332",
+        _tree_in_context,
+        *(_has_tree, has_context),
+    ),
+)
+
+
+# Defects in which tokens are attended to: context, new tokens, and slots after the last cached token.
+
+
+def _tail_attended(at: Rows) -> AttentionInputs:
+    """Append the slots after the sequence's last cached token, up to the end of the block."""
+    size = at.call.block_size
+    tail = torch.arange(at.cached, -(-at.cached // size) * size)
+    key, value = at.in_cache(tail)
+    is_visible = torch.ones(len(at.slice.tokens), len(tail), dtype=torch.bool)
+    return at.change(
+        key=torch.cat([at.inputs.key, key]),
+        value=torch.cat([at.inputs.value, value]),
+        visible=torch.cat([at.visible, is_visible], 1),
     )
 
 
-BRANCHES = (
-    masked_defect(
-        "branches",
-        "prefix_hidden",
-        "the prefix that each row must see besides its window is hidden",
-        _has_prefix,
-        ("", other_rules(rswa_prefix_lens=None)),
-        seen_in=("sglang #39703",),
+def _tail_leaked(at: Rows) -> AttentionInputs:
+    """Multiply the values after the last cached token by weights of 0; 0 · NaN is NaN."""
+    with_tail = _tail_attended(at)
+    in_tail = torch.arange(with_tail.key.shape[0]) >= at.seq_len
+    return at.change(
+        key=with_tail.key.masked_fill(in_tail[:, None, None], 0.0),
+        value=with_tail.value,
+        visible=with_tail.visible & ~in_tail,
+        leak=in_tail.expand_as(with_tail.visible),
+    )
+
+
+def _freed_leaked(at: Rows) -> AttentionInputs:
+    """Multiply the values of freed blocks by weights of 0; 0 · NaN is NaN."""
+    count = _freed_keys(at.problem, at.slice.seq)
+    value = at.inputs.value.clone()
+    value[:count] = at.in_cache(torch.arange(count))[1]
+    return at.change(value=value, leak=(at.keys < count) & ~at.visible)
+
+
+def _freed_keys(problem: Problem, seq: int) -> int:
+    """Return how many keys of a sequence were in blocks that the window has freed and that are empty."""
+    case = problem.case
+    if case is None or case.freed != "empty":
+        return 0
+    return freed_blocks(case)[seq] * case.block_size
+
+
+TOKENS = family(
+    "tokens",
+    fault(
+        "context_only",
+        "rows attend to the context but not to the new tokens",
+        "nano-vllm #213",
+        lambda at: at.hide(at.keys >= at.ctx_len),
     ),
-    masked_defect(
-        "branches",
-        "prefix_one_longer",
-        "the prefix that each row sees besides its window is one key too long",
-        _has_prefix,
-        change=_prefix_longer,
-        seen_in=("vllm #3385",),
+    fault(
+        "new_tokens_only",
+        "rows attend to the new tokens but not to the context",
+        "nano-vllm #213",
+        lambda at: at.hide(at.keys < at.ctx_len),
+        has_context,
     ),
-    masked_defect(
-        "branches",
-        "prefix_of_next_sequence",
-        "each sequence has the prefix length of the next one",
-        lambda problem: _has_prefix(problem) and problem.num_seqs > 1,
-        change=_prefix_of_next,
-        seen_in=("vllm #47217",),
+    fault(
+        "tail_attended",
+        "rows attend to the slots after the sequence's last cached token, up to the end of the block",
+        "nano-vllm #213, torch-spyre #4517",
+        _tail_attended,
+        has_partial_block,
+        touches="cached",
     ),
-    masked_defect(
-        "branches",
-        "chunk_lookback_off_by_one",
-        "rows see another number of earlier chunks",
-        _has_chunks,
-        ("one more", _lookback(1)),
-        ("one less", _lookback(-1)),
-        seen_in=("transformers #37329",),
+    fault(
+        "tail_leaked",
+        "values after the sequence's last cached token are multiplied by weight 0 instead of being "
+        "skipped, so a NaN there reaches the output",
+        "vllm #641, vllm #53856, Dao-AILab/flash-attention #1745, flashinfer #941",
+        _tail_leaked,
+        has_partial_block,
+        touches="cached",
     ),
-    masked_defect(
-        "branches",
-        "chunks_as_window",
-        "rows see a sliding window instead of chunks",
-        _has_chunks,
-        change=_as_window,
-        seen_in=("vllm #19904",),
-    ),
-    masked_defect(
-        "branches",
-        "tree_ignored",
-        "the bias between new tokens is not added, so rows see tokens of other branches",
-        _has_tree,
-        ("", other_rules(qq_bias=None)),
-        seen_in=("sglang #39703",),
-    ),
-    masked_defect(
-        "branches",
-        "tree_row_shifted",
-        "rows use the bias of a neighbouring row of the tree",
-        _has_tree,
-        ("the row before", _tree_shifted(1)),
-        ("the row after", _tree_shifted(-1)),
-        seen_in=("vllm #47332",),
-    ),
-    masked_defect(
-        "branches",
-        "tree_at_sequence_start",
-        "the bias between new tokens is added to the first keys of the sequence",
-        lambda problem: (
-            _has_tree(problem)
-            and any(problem.query_len(s) < problem.seq_len(s) for s in range(problem.num_seqs))
-        ),
-        change=_tree_in_context,
-        seen_in=("vllm #47332",),
+    fault(
+        "freed_leaked",
+        "values in blocks that the window has freed are multiplied by weight 0 instead of being "
+        "skipped, so a NaN there reaches the output",
+        "vllm #641, vllm #53856",
+        _freed_leaked,
+        lambda problem: any(_freed_keys(problem, seq) for seq in range(problem.num_seqs)),
+        touches="cached",
     ),
 )

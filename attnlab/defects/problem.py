@@ -70,29 +70,37 @@ class CacheRead:
 
     def keys(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Read the keys at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
-        blocks, offsets = self._slots(call, self.key_row, positions)
         cache = call.key_cache
         if self.key_x is not None:
             chunks = cache.shape[2] * cache.shape[4] // self.key_x
             cache = cache.reshape(*cache.shape[:2], chunks, cache.shape[3], self.key_x)
-        if "key" in self.transposed:  # [chunks, block_size, x] read as [block_size, chunks, x]
+        return self._read("key", call, cache, positions, kv)
+
+    def values(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Read the values at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
+        return self._read("value", call, call.value_cache[..., None], positions, kv)
+
+    def _read(
+        self,
+        name: str,
+        call: KernelCall,
+        cache: torch.Tensor,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Read "key" or "value" from a cache [num_blocks, num_kv_heads, chunks, block_size, x]."""
+        is_key = name == "key"
+        row, scale = (self.key_row, self.k_scale) if is_key else (self.value_row, self.v_scale)
+        blocks, offsets = self._slots(call, row, positions)
+        if name in self.transposed:  # [chunks, block_size, x] read as [block_size, chunks, x]
             shape = (*cache.shape[:2], cache.shape[3], cache.shape[2], cache.shape[4])
             stored = cache.reshape(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
         else:
             stored = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
-        scale = self._scale(self.k_scale, self.key_row, blocks, offsets, kv)
-        return self._decoded(stored.flatten(2), scale)
-
-    def values(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Read the values at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
-        blocks, offsets = self._slots(call, self.value_row, positions)
-        cache = call.value_cache
-        if "value" in self.transposed:  # [head_size, block_size] read as [block_size, head_size]
-            shape = (*cache.shape[:2], cache.shape[3], cache.shape[2])
-            stored = cache.reshape(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
-        else:
-            stored = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
-        return self._decoded(stored, self._scale(self.v_scale, self.value_row, blocks, offsets, kv))
+        numbers = stored.flatten(2)
+        if not self.format.is_fp8:
+            return numbers.double()
+        return self.format.decode(numbers).double() * self._scale(scale, row, blocks, offsets, kv)
 
     def _slots(
         self, call: KernelCall, row: int, positions: torch.Tensor
@@ -126,11 +134,6 @@ class CacheRead:
             return scale
         found = scale[row][None, kv] if scale.dim() == 2 else scale[blocks, offsets][:, kv]
         return found.double()[:, :, None]
-
-    def _decoded(self, stored: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-        if not self.format.is_fp8:
-            return stored.double()
-        return self.format.decode(stored).double() * scale
 
 
 # AttentionInputs: what some rows of one sequence attend to, and the attention computed from it.
@@ -194,21 +197,14 @@ class Predicted:
 
 def concatenate(parts: Sequence[Predicted]) -> Predicted:
     """Concatenate the rows of all parts."""
+    nothing = [
+        torch.zeros(len(part.output)).bool() if part.sees_nothing is None else part.sees_nothing
+        for part in parts
+    ]
     return Predicted(
         output=torch.cat([part.output for part in parts]),
         bound=torch.cat([part.bound for part in parts]),
-        sees_nothing=_concatenated(parts),
-    )
-
-
-def _concatenated(parts: Sequence[Predicted]) -> torch.Tensor:
-    """Return which rows of all parts see no key."""
-    none = [torch.zeros(len(part.output), dtype=torch.bool) for part in parts]
-    return torch.cat(
-        [
-            n if part.sees_nothing is None else part.sees_nothing
-            for part, n in zip(parts, none, strict=True)
-        ]
+        sees_nothing=torch.cat(nothing),
     )
 
 
@@ -378,6 +374,10 @@ class Problem:
         """Return the number of tokens of a sequence, context and new."""
         return int(self.call.seq_lens[seq])
 
+    def ctx_len(self, seq: int) -> int:
+        """Return the number of tokens of a sequence before its new ones."""
+        return self.seq_len(seq) - self.query_len(seq)
+
     def is_decode(self, seq: int) -> bool:
         """Answer whether the sequence has one new token and the op does not serve it by prefill alone."""
         return self.query_len(seq) == 1 and self.kernels not in ((PREFILL,), (ENCODER,))
@@ -477,7 +477,7 @@ class Problem:
         self, seq: int, kv: torch.Tensor | slice, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a call without a Case: from the cache, and from its new tokens."""
-        context = self.seq_len(seq) - self.query_len(seq)
+        context = self.ctx_len(seq)
         known = context if self.call.new_tokens == "given" else self.seq_len(seq)
         heads = torch.arange(self.call.key.shape[1])[kv]
         read, positions = self.cache_read(seq), torch.arange(known)
@@ -600,14 +600,13 @@ Compute = Callable[[Problem, RowSlice], Predicted]
 Applies = Callable[[Problem], bool]
 IsShown = Callable[[Problem, Sequence[int]], bool]
 ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
-ChangeCacheRead = Callable[[Problem, int, CacheRead], CacheRead]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Defect:
     """One way for a kernel, or for the code that calls it, to be wrong.
 
-    - ``name``: unique; ``family``: the module that defines it.
+    - ``name``: unique; ``family``: its group in the catalogue.
     - ``text``: what happens, in one sentence without a full stop.
     - ``seen_in``: public issues and pull requests that report it, as "repository #number".
     - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
@@ -653,16 +652,6 @@ def changing_inputs(change: ChangeInputs) -> Compute:
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
         inputs = problem.attention_inputs(row_slice)
         return problem.predict(change(problem, row_slice, inputs))
-
-    return compute
-
-
-def changing_cache_read(change: ChangeCacheRead) -> Compute:
-    """Return the ``compute`` of a defect that changes how a sequence is read from the cache."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        cache_read = change(problem, row_slice.seq, problem.cache_read(row_slice.seq))
-        return problem.predict(problem.inputs_read_by(row_slice, cache_read))
 
     return compute
 

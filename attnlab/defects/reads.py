@@ -1,87 +1,30 @@
-"""Defects in reading the cache: which slots are read, and in which order their elements."""
+"""Defects in reading the cache, in the heads that are read, and in the rows that are written."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from attnlab.defects.problem import (
-    AttentionInputs,
-    CacheRead,
-    ChangeCacheRead,
-    Defect,
-    Predicted,
-    Problem,
-    RowSlice,
-    changing_cache_read,
-    changing_inputs,
+from attnlab.defects.edit import (
+    TILES,
+    Rows,
+    family,
+    fault,
+    has_cached,
+    has_several_heads,
+    has_several_seqs,
 )
-from attnlab.defects.softmax import TILES
+from attnlab.defects.problem import AttentionInputs, Defect, Predicted, Problem, RowSlice
 from attnlab.tensors.formats import FORMATS
 
-
-def _read(
-    name: str,
-    text: str,
-    seen_in: tuple[str, ...],
-    change: ChangeCacheRead,
-    applies: Callable[[Problem], bool],
-    links: tuple[str, ...] = (),
-) -> Defect:
-    return Defect(
-        name=name,
-        family="reads",
-        text=text,
-        seen_in=seen_in,
-        touches="cached",
-        compute=changing_cache_read(change),
-        applies=lambda problem: _reads_cache(problem) and applies(problem),
-        links=links,
-    )
+_reads_cache = has_cached(0)
 
 
-def _reads_cache(problem: Problem) -> bool:
-    return any(problem.cached_len(seq) > 0 for seq in range(problem.num_seqs))
-
-
-# Slots.
-
-
-def _table_row(which: tuple[str, ...], row: Callable[[Problem, int], int]) -> ChangeCacheRead:
-    """Return the change of the block table's row for "key", "value" or both."""
-
-    def change(problem: Problem, seq: int, cache_read: CacheRead) -> CacheRead:
-        rows = {f"{name}_row": row(problem, seq) for name in which}
-        return dataclasses.replace(cache_read, **rows)  # type: ignore[arg-type]
-
-    return change
-
-
-def _next_seq(problem: Problem, seq: int) -> int:
-    return (seq + 1) % problem.num_seqs
-
-
-def _has_several_seqs(problem: Problem) -> bool:
-    return problem.num_seqs > 1
-
-
-def _block(change: Callable[[torch.Tensor], torch.Tensor]) -> ChangeCacheRead:
-    return lambda problem, seq, cache_read: dataclasses.replace(cache_read, block=change)
-
-
-def _column_of_tile(size: int) -> ChangeCacheRead:
-    """Return the change of the block table's columns from blocks to tiles of ``size``; tiles of the size
-    of a block are tiles of twice that size."""
-
-    def change(problem: Problem, seq: int, cache_read: CacheRead) -> CacheRead:
-        block_size = problem.call.block_size
-        return dataclasses.replace(
-            cache_read, column_size=2 * block_size if size == block_size else size
-        )
-
-    return change
+def _next_seq(at: Rows) -> int:
+    return (at.slice.seq + 1) % at.problem.num_seqs
 
 
 def _x_of_16_bytes(problem: Problem) -> int:
@@ -89,63 +32,58 @@ def _x_of_16_bytes(problem: Problem) -> int:
     return 16 // problem.call.key_cache.element_size()
 
 
-def _newest_slot(
-    name: str, text: str, seen_in: tuple[str, ...], fill: float | None, links: tuple[str, ...] = ()
-) -> Defect:
-    """Return the defect of new tokens read from slots that lack them.
+def _has_other_x(problem: Problem) -> bool:
+    x = _x_of_16_bytes(problem)
+    return problem.call.key_cache.shape[4] != x and problem.call.query.shape[2] % x == 0
 
-    With a ``fill``, only the newest token's slot is wrong and holds that number. With None, the slots of
-    all new tokens are read with their present contents.
-    """
 
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        newest = inputs.key.shape[0] - 1
-        if problem.cached_len(row_slice.seq) <= newest:
-            return inputs  # the kernel takes the newest token from its arguments
-        key, value = inputs.key.clone(), inputs.value.clone()
-        if fill is not None:
-            key[newest], value[newest] = fill, fill
-        else:
-            cache_read = problem.cache_read(row_slice.seq)
-            kv = problem.kv_heads_of(row_slice.heads)
-            new = torch.arange(newest + 1 - problem.query_len(row_slice.seq), newest + 1)
-            key[new] = cache_read.keys(problem.call, new, kv)
-            value[new] = cache_read.values(problem.call, new, kv)
-        return dataclasses.replace(inputs, key=key, value=value)
+def _has_slots(problem: Problem) -> bool:
+    return problem.call.block_size > 1
 
-    def applies(problem: Problem) -> bool:
-        return (fill is not None or _may_be_unwritten(problem)) and any(
-            problem.cached_len(seq) == problem.seq_len(seq) for seq in range(problem.num_seqs)
-        )
 
-    def is_possible(problem: Problem) -> bool:
-        return fill is None or any(
-            _newest_slot_holds(problem, seq, fill)
-            for seq in problem.computed_seqs()
-            if problem.cached_len(seq) == problem.seq_len(seq)
-        )
+# New tokens that are read from slots that lack them.
 
-    return Defect(
-        name=name,
-        family="reads",
-        text=text,
-        seen_in=seen_in,
-        touches="cached",
-        compute=changing_inputs(change),
-        applies=applies,
-        links=links,
-        is_possible=is_possible,
+
+def _filled(at: Rows, fill: float) -> AttentionInputs:
+    """Fill the newest token's key and value with a number, if they are read from the cache."""
+    if at.cached < at.seq_len:
+        return at.inputs
+    key, value = at.inputs.key.clone(), at.inputs.value.clone()
+    key[-1], value[-1] = fill, fill
+    return at.change(key=key, value=value)
+
+
+def _as_in_cache(at: Rows) -> AttentionInputs:
+    """Take the new tokens' keys and values as the cache holds them."""
+    if at.cached < at.seq_len:
+        return at.inputs
+    new = at.keys[at.ctx_len :]
+    key, value = at.in_cache(new)
+    return at.change(
+        key=torch.cat([at.inputs.key[: at.ctx_len], key]),
+        value=torch.cat([at.inputs.value[: at.ctx_len], value]),
     )
 
 
-def _newest_slot_holds(problem: Problem, seq: int, number: float) -> bool:
+def _reads_new_tokens(problem: Problem, seq: int) -> bool:
+    return problem.cached_len(seq) == problem.seq_len(seq)
+
+
+def _any_reads_new_tokens(problem: Problem) -> bool:
+    return any(_reads_new_tokens(problem, seq) for seq in range(problem.num_seqs))
+
+
+def _newest_slot_holds(problem: Problem, number: float) -> bool:
     """Answer whether the slot of a sequence's newest token holds a number in all elements, by the cache."""
-    newest = torch.tensor([problem.seq_len(seq) - 1])
-    cache_read, kv = problem.cache_read(seq), torch.arange(problem.call.key.shape[1])
-    keys = cache_read.keys(problem.call, newest, kv)
-    values = cache_read.values(problem.call, newest, kv)
-    held = torch.cat([keys.flatten(), values.flatten()])
-    return bool(held.isnan().all() if math.isnan(number) else (held == number).all())
+    kv = torch.arange(problem.call.key.shape[1])
+
+    def holds(seq: int) -> bool:
+        newest, read = torch.tensor([problem.seq_len(seq) - 1]), problem.cache_read(seq)
+        keys, values = (get(problem.call, newest, kv) for get in (read.keys, read.values))
+        held = torch.cat([keys.flatten(), values.flatten()])
+        return bool(held.isnan().all() if math.isnan(number) else (held == number).all())
+
+    return any(holds(seq) for seq in problem.computed_seqs() if _reads_new_tokens(problem, seq))
 
 
 def _may_be_unwritten(problem: Problem) -> bool:
@@ -153,143 +91,138 @@ def _may_be_unwritten(problem: Problem) -> bool:
     return problem.case is None or problem.case.staging.fill == "context_only"
 
 
-READS = (
-    _newest_slot(
-        "newest_slot_zero",
-        "the newest token is read from the cache, but its slot holds zeros",
-        ("vllm #28490", "vllm #29019"),
-        0.0,
+def _read(
+    name: str,
+    text: str,
+    seen_in: str,
+    changes: Callable[[Rows], dict[str, Any]],
+    *applies: Callable[[Problem], bool],
+    links: tuple[str, ...] = (),
+) -> Defect:
+    """Return the defect of a cache that is read with ``changes`` of a CacheRead."""
+    return fault(
+        *(name, text, seen_in),
+        lambda at: at.read(**changes(at)),
+        *(_reads_cache, *applies),
+        touches="cached",
+        links=links,
+    )
+
+
+READS = family(
+    "reads",
+    *(
+        fault(
+            f"newest_slot_{name}",
+            f"the newest token is read from the cache, but its slot holds {held}",
+            seen_in,
+            lambda at, fill=fill: _filled(at, fill),
+            _any_reads_new_tokens,
+            touches="cached",
+            is_possible=lambda problem, fill=fill: _newest_slot_holds(problem, fill),
+        )
+        for name, held, fill, seen_in in (
+            ("zero", "zeros", 0.0, "vllm #28490, vllm #29019"),
+            ("nan", "NaN", math.nan, "vllm #27264, vllm #35219"),
+        )
     ),
-    _newest_slot(
-        "newest_slot_nan",
-        "the newest token is read from the cache, but its slot holds NaN",
-        ("vllm #27264", "vllm #35219"),
-        float("nan"),
-    ),
-    _newest_slot(
+    fault(
         "newest_slot_unwritten",
         "new tokens are read from the cache before they are written there",
-        ("vllm #28490", "vllm #43990"),
-        None,
+        "vllm #28490, vllm #43990",
+        _as_in_cache,
+        *(_may_be_unwritten, _any_reads_new_tokens),
+        touches="cached",
         links=("unwritten_slot", "foreign_slot"),
     ),
     _read(
         "table_row_next",
         "each sequence uses the block table row of the next sequence",
-        ("vllm #28490",),
-        _table_row(("key", "value"), _next_seq),
-        _has_several_seqs,
+        "vllm #28490",
+        lambda at: {"key_row": _next_seq(at), "value_row": _next_seq(at)},
+        has_several_seqs,
         links=("index_dtype",),
     ),
     _read(
         "table_row_first",
         "every sequence uses the block table row of sequence 0",
-        ("vllm-project/flash-attention #176",),
-        _table_row(("key", "value"), lambda problem, seq: 0),
-        _has_several_seqs,
+        "vllm-project/flash-attention #176",
+        lambda at: {"key_row": 0, "value_row": 0},
+        has_several_seqs,
     ),
     _read(
         "keys_of_next_sequence",
         "keys are read from the blocks of the next sequence; values are read correctly",
-        ("vllm #37442", "vllm #57156"),
-        _table_row(("key",), _next_seq),
-        _has_several_seqs,
+        "vllm #37442, vllm #57156",
+        lambda at: {"key_row": _next_seq(at)},
+        has_several_seqs,
     ),
     _read(
         "values_of_next_sequence",
         "values are read from the blocks of the next sequence; keys are read correctly",
-        ("vllm #37442", "vllm #57156"),
-        _table_row(("value",), _next_seq),
-        _has_several_seqs,
+        "vllm #37442, vllm #57156",
+        lambda at: {"value_row": _next_seq(at)},
+        has_several_seqs,
     ),
     _read(
         "next_block",
         "block b + 1 is read instead of block b",
-        ("vllm #47671", "vllm #52109"),
-        _block(lambda blocks: blocks + 1),
+        "vllm #47671, vllm #52109",
+        lambda at: {"block": lambda blocks: blocks + 1},
         lambda problem: problem.call.key_cache.shape[0] > 1,
     ),
     _read(
         "block_16_bit",
         "block numbers are truncated to 16 bits",
-        ("aiter #3062", "aiter #3061"),
-        _block(lambda blocks: blocks & 0xFFFF),
+        "aiter #3062, aiter #3061",
+        lambda at: {"block": lambda blocks: blocks & 0xFFFF},
         lambda problem: bool(problem.call.block_table.max() > 0xFFFF),
     ),
-    dataclasses.replace(
-        _read(
-            "page_is_tile",
-            "the block table is indexed with the position divided by the tile size instead of the block size",
-            ("tile-ai/TileOPs #1787", "vllm #53906"),
-            _column_of_tile(TILES[0]),
-            lambda problem: any(
-                problem.cached_len(seq) > problem.call.block_size for seq in range(problem.num_seqs)
-            ),
-        ),
-        variants=tuple(
-            (f"with tiles of {size}", changing_cache_read(_column_of_tile(size))) for size in TILES
-        ),
+    fault(
+        "page_is_tile",
+        "the block table is indexed with the position divided by the tile size instead of the block size",
+        "tile-ai/TileOPs #1787, vllm #53906",
+        # tiles of the size of a block are tiles of twice that size
+        lambda at, size: at.read(column_size=size * (1 + (size == at.call.block_size))),
+        lambda problem: has_cached(problem.call.block_size)(problem),
+        touches="cached",
+        variants={f"with tiles of {size}": size for size in TILES},
     ),
     _read(
         "next_slot",
         "the slot after the correct one in the same block is read",
-        ("vllm #52109",),
-        lambda problem, seq, cache_read: dataclasses.replace(
-            cache_read, offset=lambda offsets: offsets + 1
-        ),
-        lambda problem: problem.call.block_size > 1,
+        "vllm #52109",
+        lambda at: {"offset": lambda offsets: offsets + 1},
+        _has_slots,
     ),
     _read(
         "key_x_of_16_bytes",
         "the kernel assumes that the key cache's innermost dimension x is 16 bytes, but it is not",
-        ("vllm #6373",),
-        lambda problem, seq, cache_read: dataclasses.replace(
-            cache_read, key_x=_x_of_16_bytes(problem)
-        ),
-        lambda problem: (
-            problem.call.key_cache.shape[4] != _x_of_16_bytes(problem)
-            and problem.call.query.shape[2] % _x_of_16_bytes(problem) == 0
-        ),
+        "vllm #6373",
+        lambda at: {"key_x": _x_of_16_bytes(at.problem)},
+        _has_other_x,
         links=("key_layout",),
     ),
     _read(
         "key_block_turned",
         "a key block [head_size / x, block_size, x] is read as [block_size, head_size / x, x]",
-        ("vllm #6373",),
-        lambda problem, seq, cache_read: dataclasses.replace(cache_read, transposed=("key",)),
-        lambda problem: problem.call.block_size > 1 and problem.call.key_cache.shape[2] > 1,
+        "vllm #6373",
+        lambda at: {"transposed": ("key",)},
+        _has_slots,
+        lambda problem: problem.call.key_cache.shape[2] > 1,
     ),
     _read(
         "value_block_turned",
         "a value block [head_size, block_size] is read as [block_size, head_size]",
-        ("vllm #6373",),
-        lambda problem, seq, cache_read: dataclasses.replace(cache_read, transposed=("value",)),
-        lambda problem: problem.call.block_size > 1 and problem.call.query.shape[2] > 1,
+        "vllm #6373",
+        lambda at: {"transposed": ("value",)},
+        _has_slots,
+        lambda problem: problem.call.query.shape[2] > 1,
     ),
 )
 
 
 # Defects in decoding the cache's FP8 bytes: their format and scales.
-
-
-def _decoding(
-    name: str,
-    text: str,
-    seen_in: tuple[str, ...],
-    change: ChangeCacheRead,
-    applies: Callable[[Problem], bool],
-) -> Defect:
-    return Defect(
-        name=name,
-        family="decoding",
-        text=text,
-        seen_in=seen_in,
-        touches="cached",
-        compute=changing_cache_read(change),
-        applies=lambda problem: (
-            any(problem.cached_len(seq) > 0 for seq in range(problem.num_seqs)) and applies(problem)
-        ),
-    )
 
 
 def _same_scales(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -299,75 +232,66 @@ def _same_scales(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _scales(
-    name: str,
-    text: str,
-    seen_in: tuple[str, ...],
-    scales: Callable[[Any, Any], tuple[Any, Any]],
+    name: str, text: str, seen_in: str, scales: Callable[[Any, Any], tuple[Any, Any]]
 ) -> Defect:
     """Return the defect of wrong scales; ``scales`` maps (k_scale, v_scale) to the wrong ones."""
 
-    def change(problem: Problem, seq: int, cache_read: CacheRead) -> CacheRead:
-        k_scale, v_scale = scales(cache_read.k_scale, cache_read.v_scale)
-        return dataclasses.replace(cache_read, k_scale=k_scale, v_scale=v_scale)
+    def changes(at: Rows) -> dict[str, Any]:
+        wrong = scales(at.call.k_scale, at.call.v_scale)
+        return dict(zip(("k_scale", "v_scale"), wrong, strict=True))
 
     def applies(problem: Problem) -> bool:
         correct = (problem.call.k_scale, problem.call.v_scale)
         return problem.written.is_fp8 and not _same_scales(scales(*correct), correct)
 
-    return _decoding(name, text, seen_in, change, applies)
+    return _read(name, text, seen_in, changes, applies)
 
 
-def _format(name: str, seen_in: tuple[str, ...]) -> Defect:
+def _format(name: str, seen_in: str) -> Defect:
     """Return the defect of bytes decoded as FP8 format ``name``."""
-    return _decoding(
+    return _read(
         f"read_as_{name}",
         f"the cache's bytes are decoded as {name}, but were written in another format",
         seen_in,
-        lambda problem, seq, cache_read: dataclasses.replace(cache_read, format=FORMATS[name]),
+        lambda at: {"format": FORMATS[name]},
         lambda problem: problem.written.is_fp8 and problem.written.name != name,
     )
 
 
-DECODING = (
+DECODING = family(
+    "decoding",
     _scales(
         "k_scale_ignored",
         "k_scale is not applied",
-        ("flashinfer #1023", "sglang #20705"),
+        "flashinfer #1023, sglang #20705",
         lambda k, v: (1.0, v),
     ),
     _scales(
         "v_scale_ignored",
         "v_scale is not applied",
-        ("flashinfer #1023", "flashinfer #4979"),
+        "flashinfer #1023, flashinfer #4979",
         lambda k, v: (k, 1.0),
     ),
     _scales(
-        "scales_swapped",
-        "k_scale and v_scale are exchanged",
-        ("vllm #41343",),
-        lambda k, v: (v, k),
+        "scales_swapped", "k_scale and v_scale are exchanged", "vllm #41343", lambda k, v: (v, k)
     ),
-    _scales(
-        "k_scale_squared", "k_scale is applied twice", ("vllm #41343",), lambda k, v: (k * k, v)
-    ),
-    _scales(
-        "v_scale_squared", "v_scale is applied twice", ("vllm #41343",), lambda k, v: (k, v * v)
-    ),
+    _scales("k_scale_squared", "k_scale is applied twice", "vllm #41343", lambda k, v: (k * k, v)),
+    _scales("v_scale_squared", "v_scale is applied twice", "vllm #41343", lambda k, v: (k, v * v)),
     _scales(
         "k_scale_is_v_scale",
         "keys are multiplied by v_scale",
-        ("sglang #26852",),
+        "sglang #26852",
         lambda k, v: (v, v),
     ),
     _scales(
         "v_scale_is_k_scale",
         "values are multiplied by k_scale",
-        ("sglang #26852",),
+        "sglang #26852",
         lambda k, v: (k, k),
     ),
-    _format("fp8_e4m3fn", ("vllm #45562", "vllm #45720")),
-    _format("fp8_e4m3fnuz", ("vllm #45562",)),
-    _format("fp8_e5m2", ("vllm #45720",)),
+    _format("fp8_e4m3fn", "vllm #45562, vllm #45720"),
+    _format("fp8_e4m3fnuz", "vllm #45562"),
+    _format("fp8_e5m2", "vllm #45720"),
 )
 
 
@@ -377,27 +301,19 @@ DECODING = (
 def _kv_head(
     name: str,
     text: str,
-    seen_in: tuple[str, ...],
+    seen_in: str,
     kv_heads: Callable[[Problem, torch.Tensor], torch.Tensor],
 ) -> Defect:
     """Return the defect of wrong KV heads; ``kv_heads`` maps query heads [n] to KV heads [n]."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        wrong = kv_heads(problem, row_slice.heads)
-        return problem.predict(problem.attention_inputs(row_slice, wrong))
 
     def applies(problem: Problem) -> bool:
         heads = torch.arange(problem.num_heads)
         return not kv_heads(problem, heads).equal(problem.kv_heads_of(heads))
 
-    return Defect(
-        name=name,
-        family="heads",
-        text=text,
-        seen_in=seen_in,
-        touches="all",
-        compute=compute,
-        applies=applies,
+    return fault(
+        *(name, text, seen_in),
+        lambda at: at.problem.attention_inputs(at.slice, kv_heads(at.problem, at.heads)),
+        applies,
     )
 
 
@@ -410,44 +326,163 @@ def _by_tile(problem: Problem, heads: torch.Tensor) -> torch.Tensor:
     return heads // min(16, group) // -(-group // 16)
 
 
-def _next_head(problem: Problem, row_slice: RowSlice) -> Predicted:
-    heads = (row_slice.heads + 1) % problem.num_heads
-    return problem.correct(dataclasses.replace(row_slice, heads=heads))
+def _next_head(at: Rows) -> Predicted:
+    heads = (at.heads + 1) % at.problem.num_heads
+    return at.problem.correct(dataclasses.replace(at.slice, heads=heads))
 
 
-HEADS = (
+HEADS = family(
+    "heads",
     _kv_head(
         "kv_head_modulo",
         "query head h reads KV head h % num_kv_heads instead of h // num_queries_per_kv",
-        ("HipKittens #22", "fla #1029"),
+        "HipKittens #22, fla #1029",
         lambda problem, heads: heads % problem.call.key.shape[1],
     ),
     _kv_head(
         "kv_head_first",
         "every query head reads KV head 0",
-        ("aiter #3062",),
+        "aiter #3062",
         lambda problem, heads: torch.zeros_like(heads),
     ),
     _kv_head(
         "kv_head_next",
         "every query head reads the KV head that follows its own",
-        ("fla #1029",),
+        "fla #1029",
         lambda problem, heads: (problem.kv_heads_of(heads) + 1) % problem.call.key.shape[1],
     ),
     _kv_head(
         "kv_head_by_tile",
         "query heads are processed in tiles of 16; with more than 16 query heads per KV head, the last "
         "tile also computes query heads of the next KV head",
-        ("vllm #40792",),
+        "vllm #40792",
         _by_tile,
     ),
-    Defect(
-        name="output_of_next_head",
-        family="heads",
-        text="each head's output is the output of the next head",
-        seen_in=("HipKittens #22",),
-        touches="all",
-        compute=_next_head,
-        applies=lambda problem: problem.num_heads > 1,
+    fault(
+        "output_of_next_head",
+        "each head's output is the output of the next head",
+        "HipKittens #22",
+        _next_head,
+        has_several_heads,
     ),
+)
+
+
+# Defects in which output rows are written, and with which result.
+
+
+def _exactly(output: torch.Tensor) -> Predicted:
+    """Return a prediction without rounding error: the bits are known."""
+    return Predicted(output=output.double(), bound=torch.zeros(output.shape, dtype=torch.float64))
+
+
+def _constant(at: Rows, number: float) -> Predicted:
+    width = at.call.buffer.shape[2]
+    return _exactly(torch.full((len(at.slice.tokens), len(at.heads), width), number))
+
+
+def _never_written(at: Rows) -> Predicted:
+    """Return what the buffer held before the call; NaN if that is unknown."""
+    if at.problem.before is None:
+        return _constant(at, torch.nan)
+    return _exactly(at.problem.before[at.problem.rows(at.slice)][:, at.heads])
+
+
+def _one_row_late(at: Rows) -> Predicted:
+    rows = (at.problem.rows(at.slice) - 1) % at.call.query.shape[0]
+    return at.problem.correct_rows(rows, at.heads)
+
+
+def _on_sequence_0(at: Rows) -> Predicted:
+    """Write every sequence to the rows of sequence 0, in order, so that the last writer's rows stay."""
+    problem = at.problem
+    if at.slice.seq != 0:
+        return _never_written(at)
+    rows = []
+    for token in at.slice.tokens.tolist():
+        writer = max(seq for seq in range(problem.num_seqs) if problem.query_len(seq) > token)
+        rows.append(problem.row_starts()[writer] + token)
+    return problem.correct_rows(torch.tensor(rows, dtype=torch.int64), at.heads)
+
+
+def _start_loc_as_int32(at: Rows) -> Predicted:
+    """Decode as ROCm's kernel does when it reads an int64 query_start_loc as int32.
+
+    The kernel writes one row for each sequence whose misread length is 1: the query at the misread start,
+    attending to that sequence's cache. All other rows of decode sequences stay unwritten.
+
+    query_start_loc [0, 1, 4] in int64 is read as [0, 0, 1], so sequence 1 has length 1 and start 0: row 0
+    attends to the cache of sequence 1.
+    """
+    problem = at.problem
+    misread = at.call.query_start_loc.long().view(torch.int32)[: problem.num_seqs + 1].tolist()
+    lengths = [end - start for start, end in itertools.pairwise(misread)]
+    writers = {misread[seq]: seq for seq, length in enumerate(lengths) if length == 1}
+    unwritten = problem.is_decode(at.slice.seq)
+    base = _never_written(at) if unwritten else problem.correct(at.slice)
+    output, bound = base.output.clone(), base.bound.clone()
+    for i, row in enumerate(problem.rows(at.slice).tolist()):
+        if row in writers:
+            token = dataclasses.replace(at.slice, tokens=at.slice.tokens[i : i + 1])
+            wrong = _decoded_from_cache(problem, token, writers[row])
+            output[i], bound[i] = wrong.output[0], wrong.bound[0]
+    return Predicted(output=output, bound=bound)
+
+
+def _decoded_from_cache(problem: Problem, row_slice: RowSlice, seq: int) -> Predicted:
+    """Return a row whose query attends to all tokens of sequence ``seq``, read from the cache."""
+    last_token = torch.tensor([problem.query_len(seq) - 1])
+    at = Rows(problem=problem, slice=RowSlice(seq=seq, tokens=last_token, heads=row_slice.heads))
+    query = problem.call.query[problem.rows(row_slice)][:, row_slice.heads].double()
+    key, value = at.in_cache(at.keys)
+    return problem.predict(at.change(query=query, key=key, value=value))
+
+
+def _knows_buffer(problem: Problem) -> bool:
+    return problem.before is not None
+
+
+def _has_wide_decodes(problem: Problem) -> bool:
+    """Answer whether there are decodes, and query_start_loc is int64."""
+    is_wide = problem.call.query_start_loc.dtype == torch.int64
+    return is_wide and any(problem.is_decode(seq) for seq in range(problem.num_seqs))
+
+
+ROWS = family(
+    "rows",
+    fault(
+        "query_start_loc_as_int32",
+        "the decode kernel reads an int64 query_start_loc as int32; it gets wrong query lengths and "
+        "leaves rows unwritten or computes them from the wrong sequence",
+        "vllm #28424, vllm #28905",
+        _start_loc_as_int32,
+        *(_knows_buffer, _has_wide_decodes),
+        touches="decode",
+        links=("index_dtype",),
+    ),
+    fault(
+        "rows_never_written",
+        "the kernel does not write these rows; they keep the previous contents of the output buffer",
+        "vllm #28490, vllm #28905",
+        _never_written,
+        _knows_buffer,
+        touches="unwritten",
+        links=("unwritten_rows",),
+    ),
+    fault(
+        "rows_one_late",
+        "each row's result is written to the row after it",
+        "vllm #57094",
+        _one_row_late,
+        lambda problem: problem.call.query.shape[0] > 1,
+    ),
+    fault(
+        "folded_on_sequence_0",
+        "every sequence is written to the rows of sequence 0; all other rows keep the previous "
+        "contents of the output buffer",
+        "vllm-project/flash-attention #176",
+        _on_sequence_0,
+        *(has_several_seqs, _knows_buffer),
+    ),
+    fault("rows_zero", "the rows are all zeros", "vllm #43990", lambda at: _constant(at, 0.0)),
 )

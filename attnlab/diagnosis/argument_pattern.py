@@ -25,6 +25,7 @@ from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
+from attnlab.tensors.comparison import same_numbers
 from attnlab.tensors.quantised import OUTPUT_SCALE
 
 # ArgumentLab: a Lab whose kernels get an op argument that changes no number, so that all else is plain.
@@ -193,7 +194,7 @@ def _moves(lab: Lab, case: Case, cells: Cells) -> Iterator[Fact]:
         flat = torch.full((len(memory.flat),), torch.nan, dtype=torch.float64)
         flat[to[inside]] = right[inside]
         moved = flat[own]
-        is_kept = (output == before) | (output.isnan() & before.isnan())
+        is_kept = same_numbers(output, before)
         is_same = torch.where(
             moved.isnan(), is_kept, _is_near(cells, moved.flatten(0, 1)).view_as(moved)
         )

@@ -41,6 +41,7 @@ from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
+from attnlab.tensors.comparison import same_numbers
 
 # Diagnose a cache write: which slots are wrong, and what they hold instead.
 #
@@ -269,7 +270,7 @@ def _tokens_text(what: str) -> Callable[[list[int]], str]:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return which cells of two caches are equal, [num_slots, num_kv_heads]; NaN equals NaN."""
-    return ((one == other) | (one.isnan() & other.isnan())).all(2)
+    return same_numbers(one, other).all(2)
 
 
 def _unknown(call: KernelCall, right: ExpectedWrite) -> list[str]:
@@ -535,7 +536,7 @@ def _other_rows(lab: CallLab, output: torch.Tensor) -> int:
     size = torch.stack(both).abs().amax((0, 3)) / right.abs().amax(2)
     limit = _SAME * bound * size.nan_to_num(1.0).clamp(min=1.0)[..., None]
     near = (both[0] - both[1]).abs() <= limit
-    near |= (both[0] == both[1]) | (both[0].isnan() & both[1].isnan())
+    near |= same_numbers(*both)
     kept = rows_equal(output, own.buffer)
     if lab.given.before is not None:
         kept &= rows_equal(recorded, lab.given.before)
@@ -613,6 +614,12 @@ def where_it_ran(call: KernelCall, case: Case, given: Collection[str] = ()) -> R
             reason = "" if origin.release is None else f" instead of {origin.release}"
             assumed.append(f"the release: vLLM {changes['release']}{reason} (contracts)")
     return Ran(case=case.replace(**changes), assumed=tuple(assumed))
+
+
+def problem_of(call: KernelCall, ran: Case | None = None) -> Problem:
+    """Return the problem of a call on the CPU. ``ran``: where it ran, None for what its origin says."""
+    ran = where_it_ran(call, Case()).case if ran is None else ran
+    return Problem.of_call(call, Target.of(ran), kernels_of(ran, call))
 
 
 def _nearest(release: str) -> str:

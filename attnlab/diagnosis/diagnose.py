@@ -48,6 +48,7 @@ from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import same_numbers
 from attnlab.tensors.quantised import output_numbers
 
 
@@ -235,7 +236,7 @@ def _holds_results(before: torch.Tensor, output: torch.Tensor, locations: ErrorL
         return True
     if output.element_size() == 1:
         return torch.equal(before.view(torch.uint8), output.view(torch.uint8))
-    return bool(((before == output) | (before.isnan() & output.isnan())).all())
+    return bool(same_numbers(before, output).all())
 
 
 def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:

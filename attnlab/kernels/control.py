@@ -20,6 +20,7 @@ from attnlab.case.shown import json_number
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import same_numbers
 
 MOST_RUNS, _MOST_S = 8, 10.0  # of one call, to count how many runs differ
 _MOST_BYTES = 1 << 30  # of an output, of which copies are kept
@@ -211,8 +212,7 @@ def rows_close(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     is_number = a.isfinite() & b.isfinite()
     size = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0).unflatten(1, first.shape[1:])
     size = size.amax(-1, keepdim=True).expand_as(first).flatten(1)  # of a row and head
-    alike = (a == b) | (a.isnan() & b.isnan())
-    return torch.where(is_number, (a - b).abs() <= share * size, alike).all(1)
+    return torch.where(is_number, (a - b).abs() <= share * size, same_numbers(a, b)).all(1)
 
 
 def _instability(outputs: Sequence[torch.Tensor]) -> Instability:

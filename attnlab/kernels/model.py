@@ -189,7 +189,7 @@ def partials(call: KernelCall, target: Target) -> Partials:
     for seq, seq_len in enumerate(seq_lens):
         rows = slice(starts[seq], starts[seq + 1])
         ctx_len = seq_len - (rows.stop - rows.start)
-        context = _context(call, target, seq, ctx_len)
+        context = tuple(t[:, :ctx_len] for t in _cached(call, target, seq, ctx_len))
         new_tokens = tuple(t[rows].transpose(0, 1).float() for t in (call.key, call.value))
         for output, lse, (key, value), first in zip(
             outputs, sums, (context, new_tokens), (0, ctx_len), strict=True
@@ -213,18 +213,18 @@ def merge_attn_states(call: KernelCall, target: Target) -> None:
     call.buffer.copy_(merged)
 
 
-def _context(
-    call: KernelCall, target: Target, seq: int, ctx_len: int
+def _cached(
+    call: KernelCall, target: Target, seq: int, count: int, heads: slice = slice(None)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return key and value of a sequence's context, each [num_kv_heads, ctx_len, head_size] float32."""
+    """Return key and value of a sequence's blocks for ``count`` tokens, each [heads, n, size] float32."""
     format, dtype = format_of(call, target), call.query.dtype
-    blocks = call.block_table[seq, : -(-ctx_len // call.block_size)].long()
-    key = keys(call.key_cache, blocks, slice(None))[:, :ctx_len]
-    value = values(call, blocks, slice(None))[:, :ctx_len]
-    return (
-        dequantised(key, format, call.number("k_scale"), dtype),
-        dequantised(value, format, call.number("v_scale"), dtype),
+    blocks = call.block_table[seq, : -(-count // call.block_size)].long()
+    stored = keys(call.key_cache, blocks, heads), values(call, blocks, heads)
+    scales = call.number("k_scale"), call.number("v_scale")
+    key, value = (
+        dequantised(one, format, scale, dtype) for one, scale in zip(stored, scales, strict=True)
     )
+    return key, value
 
 
 def _attend(
@@ -328,7 +328,6 @@ def _sequence(
     """Write one sequence's rows, some KV heads at a time; ``cached`` tokens come from the cache."""
     ctx_len = seq_len - (stop - start)
     num_kv_heads, group = call.key.shape[1], call.num_queries_per_kv
-    blocks = call.block_table[seq, : -(-cached // call.block_size)].long()
     mask = call.visibility.of_seq(seq, ctx_len, seq_len)
     rows_at_once = max(1, 2 * PREFILL_TILE // group)
     heads_at_once = max(1, _SCORES // (group * min(rows_at_once, stop - start) * seq_len))
@@ -336,7 +335,7 @@ def _sequence(
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)
         key, value = _keys_and_values(
-            call, target, blocks, kv, cached, stop - (seq_len - cached), stop
+            call, target, seq, kv, cached, stop - (seq_len - cached), stop
         )
         query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
         for row in range(0, min(stop - start, grid), rows_at_once):
@@ -350,7 +349,7 @@ def _sequence(
 def _keys_and_values(
     call: KernelCall,
     target: Target,
-    blocks: torch.Tensor,
+    seq: int,
     kv: slice,
     cached: int,
     start: int,
@@ -361,15 +360,10 @@ def _keys_and_values(
     The first ``cached`` tokens come from the cache, the others from rows ``start`` to ``stop`` of the
     arguments.
     """
-    format, dtype = format_of(call, target), call.query.dtype
-    cached_key = keys(call.key_cache, blocks, kv)[:, :cached]
-    cached_value = values(call, blocks, kv)[:, :cached]
-    key = dequantised(cached_key, format, call.number("k_scale"), dtype)
-    value = dequantised(cached_value, format, call.number("v_scale"), dtype)
-    new_key, new_value = (
-        tensor[start:stop, kv].transpose(0, 1) for tensor in (call.key, call.value)
-    )
-    return torch.cat([key, new_key.float()], 1), torch.cat([value, new_value.float()], 1)
+    old = (one[:, :cached] for one in _cached(call, target, seq, cached, kv))
+    new = (one[start:stop, kv].transpose(0, 1).float() for one in (call.key, call.value))
+    key, value = (torch.cat(pair, 1) for pair in zip(old, new, strict=True))
+    return key, value
 
 
 def _tile(
@@ -447,11 +441,7 @@ def _row(
     call: KernelCall, target: Target, seq: int, row: int, seq_len: int, reads_tail: bool
 ) -> torch.Tensor:
     """Return one row, [num_heads, head_size] float32."""
-    format, dtype = format_of(call, target), call.query.dtype
-    blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
-    every = slice(None)
-    key = dequantised(keys(call.key_cache, blocks, every), format, call.number("k_scale"), dtype)
-    value = dequantised(values(call, blocks, every), format, call.number("v_scale"), dtype)
+    key, value = _cached(call, target, seq, seq_len)
     positions = torch.arange(key.shape[1])
     if not reads_tail:
         key, value = (t.masked_fill((positions >= seq_len)[:, None], 0.0) for t in (key, value))
@@ -466,7 +456,7 @@ def _row(
         scores += call.alibi_slopes.view(*scores.shape[:2], 1) * away.float()
     sinks = None if call.sinks is None else call.sinks.float().view(*scores.shape[:2], 1)
     weights, sums = weighed(scores, sinks)
-    mixed: torch.Tensor = rounded(weights, dtype) @ value / sums
+    mixed: torch.Tensor = rounded(weights, call.query.dtype) @ value / sums
     return mixed.flatten(0, 1)
 
 

@@ -19,6 +19,7 @@ from attnlab.kernels import model as paged
 from attnlab.kernels.model import as_output, slot_mapping, written_cache
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import distance
 from attnlab.tensors.formats import (
     FORMATS,
     LEAST_SCALE,
@@ -109,10 +110,7 @@ class ExpectedWrite:
 
     def difference(self, output: torch.Tensor) -> torch.Tensor:
         """Return each element's distance from the correct number, 0 where both are NaN."""
-        numbers = output.view(self.dtype).double()
-        same = (numbers == self.numbers) | (numbers.isnan() & self.numbers.isnan())
-        distance = (numbers - self.numbers).abs().nan_to_num(torch.inf, torch.inf)
-        return distance.masked_fill(same, 0.0)
+        return distance(output.view(self.dtype), self.numbers)
 
 
 def expected_write(call: KernelCall, target: Target) -> ExpectedWrite:
@@ -145,7 +143,7 @@ def encoded(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tenso
     slots = slot_mapping(call).long()
     format = paged.format_of(call, target)
     halves = [
-        _half(new[: len(slots)], scale_of(call, name, slots), format)
+        stored_numbers_of(new[: len(slots)], scale_of(call, name, slots), format)
         for new, name in ((call.key, "k_scale"), (call.value, "v_scale"))
     ]
     stored, off = (torch.cat([half[i] for half in halves], 2) for i in (0, 1))
@@ -169,14 +167,17 @@ def numbers_of(
     return format.encode(new, scale).view(format.dtype).double()  # type: ignore[arg-type]
 
 
-def _half(
-    new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat
+def stored_numbers_of(
+    new: torch.Tensor,
+    scale: float | torch.Tensor,
+    format: ElementFormat,
+    quotient: float = _QUOTIENT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys or values as they are stored, and how far each may be off."""
+    """Return tokens as they are stored, and how far each number may be off with its ``quotient``."""
     stored = numbers_of(new, scale, format)
     if not format.is_fp8 or new.dtype in FP8_DTYPES:
         return stored, torch.zeros_like(stored)
-    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-_QUOTIENT, _QUOTIENT)]
+    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-quotient, quotient)]
     off = torch.maximum(*((side - stored).abs() for side in sides))
     return stored, off.nan_to_num(0.0)
 
@@ -188,7 +189,7 @@ def _half(
 # Σ |x| and 2⁻⁸ of the result. Most elements round to one number for all such errors. For the others both
 # sides are followed through the scale (largest − smallest) / 15, the zero point and the number. A quotient
 # in float32, with its sum and the half that rounds it, is off by at most 2⁻¹⁹ of itself, or of 1
-# (:mod:`attnlab.lab.writes.write_case`). A scale loses its lowest four bits.
+# (:mod:`attnlab.lab.writes`). A scale loses its lowest four bits.
 
 _INT4_QUOTIENT, _INT4_SCALE, _PACKED = 2.0**-19, 2.0**-22, 2.0**-18
 
@@ -204,10 +205,10 @@ def int4_write_bound(tokens: torch.Tensor, *, is_native: bool) -> torch.Tensor:
     zeros = _range([-one / scale for one in least for scale in scales])
     quotients = [one / scale[..., None] for one in (low, high) for scale in scales]
     reached = []
-    for zero in (_nibble(zeros[0]), _nibble(zeros[1])):
+    for zero in (nibble(zeros[0]), nibble(zeros[1])):
         sides = _range([quotient + zero[..., None] for quotient in quotients])
         reached += [
-            (_nibble(side) - zero[..., None]) * scale[..., None]
+            (nibble(side) - zero[..., None]) * scale[..., None]
             for side in sides
             for scale in scales
         ]
@@ -235,9 +236,14 @@ def _range(corners: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _nibble(numbers: torch.Tensor) -> torch.Tensor:
+def half_away(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers rounded to integers, halves away from zero."""
+    return (numbers.sign() * (numbers.abs() + 0.5)).trunc()
+
+
+def nibble(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers rounded to 0 … 15, halves away from zero."""
-    return (numbers.sign() * (numbers.abs() + 0.5)).trunc().clamp(0, 15)
+    return half_away(numbers).clamp(0, 15)
 
 
 # What a cache write with an op argument must leave, and how far each number may be off.
@@ -245,7 +251,7 @@ def _nibble(numbers: torch.Tensor) -> torch.Tensor:
 # A cache with a scale per token and head is compared as its numbers times their scales, in the Case's
 # dtype; those of INT4 are rotated (:mod:`attnlab.lab.cache_write` has their bound). A number whose quotient
 # is next to the boundary of two numbers of the format may be the other one: the quotient is off by at most
-# 2⁻²⁰ of itself (:mod:`attnlab.lab.writes.write_case`). Scales are off by 2⁻²², so a number is off by at most
+# 2⁻²⁰ of itself (:mod:`attnlab.lab.writes`). Scales are off by 2⁻²², so a number is off by at most
 # 2⁻²¹ of itself, and by one more number of the dtype where it is rounded: the dtype's eps.
 
 _ARGUMENT_QUOTIENT, _ARGUMENT_SCALE = 2.0**-20, 2.0**-21
@@ -302,4 +308,4 @@ def _rounded(quotients: torch.Tensor, case: Case) -> torch.Tensor:
     """Return quotients as numbers of the format, float64."""
     if case.argument.has_fp8:
         return quotients.float().to(scaled_dtype(case)).double()
-    return (quotients.sign() * (quotients.abs() + 0.5)).trunc()
+    return half_away(quotients)

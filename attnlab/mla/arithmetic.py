@@ -1,13 +1,14 @@
 """How a path computes its steps: exactly in float64 with bounds, or by ops."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from attnlab.mla.mla_case import DECODE, PREFILL, SHARDS, MlaCase
-from attnlab.mla.ops import DecodeCall, MergeCall, MlaOps, in_pages
+from attnlab.mla.ops import NOT_LAST, DecodeCall, Last, MlaOps, in_pages
 from attnlab.mla.partial import Partial, Seen, exact_partial, unit_and_step
 from attnlab.tensors.formats import FORMATS
 
@@ -84,34 +85,18 @@ def combined(parts: Sequence[Partial], dtype: torch.dtype) -> Partial:
 
 def copied(target: Partial, source: Partial, rows: torch.Tensor) -> Partial:
     """Return ``target`` with the rows of ``source`` at ``rows`` [num_tokens] bool."""
-    at = rows[:, None]
-    pairs = (
-        (source.output, target.output, at[..., None]),
-        (source.lse, target.lse, at),
-        (source.output_error, target.output_error, at[..., None]),
-        (source.lse_error, target.lse_error, at),
-    )
-    found = [None if a is None or b is None else torch.where(c, a, b) for a, b, c in pairs]
-    output, lse, output_error, lse_error = found
-    assert output is not None
-    assert lse is not None
-    return Partial(output=output, lse=lse, output_error=output_error, lse_error=lse_error)
+    changes: dict[str, Any] = {}
+    for name in ("output", "lse", "output_error", "lse_error"):
+        old, new = getattr(target, name), getattr(source, name)
+        if old is None or new is None:
+            changes[name] = None
+        else:
+            changes[name] = torch.where(rows.view(-1, *[1] * (old.dim() - 1)), new, old)
+    return dataclasses.replace(target, **changes)
 
 
 def _weight(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return (lse - total).exp().nan_to_num(0.0)  # -inf minus -inf: no part has keys
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Last:
-    """What the last merge also does: see the fields of the same names of an MlaCase.
-
-    ``divisor``: by what the output is divided; the reader multiplies it by ``output_scale``.
-    """
-
-    tokens_with_context: int | None = None
-    output_scale: float | None = None
-    divisor: float | None = None
 
 
 class Arithmetic(Protocol):
@@ -119,7 +104,7 @@ class Arithmetic(Protocol):
 
     def partial(self, part: Sequence[Seen]) -> Partial: ...
     def decode(self, call: DecodeCall, part: Sequence[Seen]) -> Partial: ...
-    def merge(self, one: Partial, other: Partial, last: Last | None = None) -> Partial: ...
+    def merge(self, one: Partial, other: Partial, last: Last = NOT_LAST) -> Partial: ...
     def combine(self, parts: list[Partial]) -> Partial: ...
 
 
@@ -142,14 +127,11 @@ class Exact:
         is_run = self.case.path == DECODE or self.lse_as_run
         return exact_partial(self.case, part, by_op, call.lse_dtype if is_run else torch.float32)
 
-    def merge(self, one: Partial, other: Partial, last: Last | None = None) -> Partial:
+    def merge(self, one: Partial, other: Partial, last: Last = NOT_LAST) -> Partial:
         found = merged(one, other, FORMATS[self.case.dtype].dtype)
-        if last is None:
-            return found
-        count = last.tokens_with_context
-        if count is not None:
-            is_new = torch.arange(len(found.lse)) >= count
-            found = _rows_of(other, found, is_new)
+        if last.tokens_with_context is not None:
+            is_new = torch.arange(len(found.lse)) >= last.tokens_with_context
+            found = copied(found, other, is_new)
         if last.output_scale is None or last.divisor is None:
             return found
         return self._as_fp8(found, last.output_scale, last.divisor)
@@ -224,32 +206,15 @@ class Observed:
             pair = self.ops.decode(call)
         return Partial(output=pair[0], lse=pair[1].float())
 
-    def merge(self, one: Partial, other: Partial, last: Last | None = None) -> Partial:
-        scale = None if last is None else last.output_scale
-        divisor = None if last is None else last.divisor
-        fp8 = FORMATS[self.case.machine.fp8_e4m3].dtype
-        call = MergeCall(
-            prefix=(one.output, one.lse),
-            suffix=(other.output, other.lse),
-            output=one.output.dtype if scale is None else fp8,
-            tokens_with_context=None if last is None else last.tokens_with_context,
-            scale=divisor,
-        )
-        output, lse = self.ops.merge(call)
+    def merge(self, one: Partial, other: Partial, last: Last = NOT_LAST) -> Partial:
+        scale, dtype = last.output_scale, one.output.dtype
+        if scale is not None:
+            dtype = FORMATS[self.case.machine.fp8_e4m3].dtype
+        parts = (one.output, one.lse), (other.output, other.lse)
+        output, lse = self.ops.merge(*parts, dtype, last)
         return Partial(output=output if scale is None else output.float() * scale, lse=lse)
 
     def combine(self, parts: list[Partial]) -> Partial:
         outputs = torch.stack([one.output for one in parts])
         output, lse = self.ops.combine(outputs, torch.stack([one.lse for one in parts]))
         return Partial(output=output, lse=lse.float())
-
-
-def _rows_of(source: Partial, target: Partial, rows: torch.Tensor) -> Partial:
-    """Return ``target`` with the rows of ``source`` at ``rows`` [num_tokens] bool."""
-    pairs = zip(
-        (source.output, source.lse, *source.errors),
-        (target.output, target.lse, *target.errors),
-        strict=True,
-    )
-    found = [torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in pairs]
-    return Partial(output=found[0], lse=found[1], output_error=found[2], lse_error=found[3])

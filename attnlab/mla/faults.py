@@ -149,11 +149,8 @@ def _empty_as_valid(case: MlaCase, one: Partial) -> Partial:
     return dataclasses.replace(one, lse=one.lse.masked_fill(empty, 0.0), output=output)
 
 
-def _exchanged(one: Partial, other: Partial) -> tuple[Partial, Partial]:
-    return (
-        dataclasses.replace(one, lse=other.lse, lse_error=other.lse_error),
-        dataclasses.replace(other, lse=one.lse, lse_error=one.lse_error),
-    )
+def _with_lse_of(one: Partial, other: Partial) -> Partial:
+    return dataclasses.replace(one, lse=other.lse, lse_error=other.lse_error)
 
 
 def _both_empty(one: Partial, other: Partial, both: Partial) -> Partial:
@@ -161,21 +158,6 @@ def _both_empty(one: Partial, other: Partial, both: Partial) -> Partial:
     empty = (one.lse.isinf() | one.lse.isnan()) & other.lse.isinf() | one.lse.isnan()
     output = both.output.masked_fill(empty[..., None], torch.nan)
     return dataclasses.replace(both, lse=both.lse.masked_fill(empty, torch.nan), output=output)
-
-
-def _rank_order(parts: list[Partial]) -> list[Partial]:
-    """Give each rank the LSE of the next."""
-    others = [*parts[1:], parts[0]]
-    return [
-        dataclasses.replace(one, lse=other.lse, lse_error=other.lse_error)
-        for one, other in zip(parts, others, strict=True)
-    ]
-
-
-def _equal_weights(parts: list[Partial]) -> list[Partial]:
-    return [
-        dataclasses.replace(one, lse=parts[0].lse, lse_error=parts[0].lse_error) for one in parts
-    ]
 
 
 def _scaled_lse(one: Partial, factor: float) -> Partial:
@@ -301,7 +283,7 @@ _ALL = (
         text="each part of a merge is multiplied by the weight of the other",
         paths=(PREFILL,),
         applies=_has_context,
-        operands=_exchanged,
+        operands=lambda one, other: (_with_lse_of(one, other), _with_lse_of(other, one)),
     ),
     Fault(
         name="chunk_overwrites",
@@ -379,14 +361,14 @@ _ALL = (
         text="each rank's output gets the weight of the next rank",
         paths=(SHARDS,),
         applies=lambda case: case.num_ranks > 1,
-        ranks=_rank_order,
+        ranks=lambda parts: list(map(_with_lse_of, parts, [*parts[1:], parts[0]])),
     ),
     Fault(
         name="equal_weights",
         text="all ranks have the same weight",
         paths=(SHARDS,),
         applies=lambda case: case.num_ranks > 1,
-        ranks=_equal_weights,
+        ranks=lambda parts: [_with_lse_of(one, parts[0]) for one in parts],
     ),
     Fault(
         name="rank_missing",

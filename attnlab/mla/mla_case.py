@@ -13,8 +13,6 @@ the output (vllm/model_executor/layers/attention/mla_attention.py, 0.33.0):
 """
 
 import dataclasses
-import json
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +23,7 @@ from attnlab.case.fields import FieldType, Flag, Int, Lens, Maybe, Number, OneOf
 from attnlab.case.lengths import Lengths
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS, Platform
+from attnlab.case.shown import json_fields
 
 PREFILL, DECODE, SHARDS = PATHS = ("prefill", "decode", "shards")
 PACKED, ALIGNED = CHUNKINGS = ("packed", "aligned")
@@ -228,7 +227,7 @@ class MlaCase:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+        return json_fields(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "MlaCase":
@@ -253,7 +252,7 @@ MLA_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
 }
 
 
-# MlaCases that are hostile to the ops of each path, and random ones.
+# MlaCases that are hostile to the ops of each path.
 
 _ONE_TOKEN = {"query_lens": (1, 1, 1)}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "query_lens": (1, 1), "ctx_lens": (40, 5)}
@@ -334,68 +333,3 @@ def variants_of(release: str) -> tuple[MlaVariant, ...]:
         except InvalidCase:
             continue
     return tuple(found)
-
-
-def draw_cases(path: str, count: int, seed: int = 0) -> Iterator[MlaCase]:
-    """Yield random cases of a path."""
-    draw = random.Random(f"{path} {seed}")
-    for i in range(count):
-        yield MlaCase(
-            path=path, seed=seed * count + i, **_DRAWS[path](draw), **_variants_sizes(draw, path)
-        )
-
-
-def _variants_sizes(draw: random.Random, path: str) -> dict[str, Any]:
-    is_fp8 = draw.random() < 0.3
-    return {
-        "num_heads": draw.choice((2, 3, 4, 17)) if path == DECODE else draw.choice((1, 2, 3)),
-        "kv_lora_rank": draw.choice((16, 32, 64)),
-        "qk_rope_head_dim": draw.choice((16, 32)),
-        "spread": draw.choice((0.1, 1.0, 2.0, 8.0)),
-        "kv_cache_dtype": "fp8" if is_fp8 else "auto",
-        "k_scale": draw.choice((0.25, 0.5, 2.0)) if is_fp8 else 1.0,
-    }
-
-
-def _draw_prefill(draw: random.Random) -> dict[str, Any]:
-    count = draw.randint(1, 3)
-    ctx_lens = [draw.choice((0, draw.randint(1, 80), 32, 33)) for _ in range(count)]
-    has_last = draw.random() < 0.3
-    if has_last:
-        ctx_lens = sorted(ctx_lens, reverse=True)
-    chunking = draw.choice(CHUNKINGS)
-    return {
-        "query_lens": tuple(draw.randint(1, 5) for _ in range(count)),
-        "ctx_lens": tuple(ctx_lens),
-        "chunk_rows": draw.choice((16, 32, 48)),
-        "chunking": chunking,
-        "empty_lse": "-inf" if chunking == PACKED else draw.choice(("-inf", "inf")),
-        "output_scale": draw.choice((None, None, 0.03125)),
-        "tokens_with_context": has_last,
-        "v_head_dim": draw.choice((16, 24)),
-    }
-
-
-def _draw_decode(draw: random.Random) -> dict[str, Any]:
-    count = draw.randint(1, 3)
-    return {
-        "query_lens": (draw.choice((1, 1, 2, 3)),) * count,
-        "ctx_lens": tuple(draw.choice((0, 15, 16, draw.randint(1, 80))) for _ in range(count)),
-        "block_size": draw.choice((16, 32)),
-        "chunk_rows": 32,
-        "num_splits": draw.choice((1, 4, 8)),
-        "padding": draw.choice((0, 0, 2)),
-    }
-
-
-def _draw_shards(draw: random.Random) -> dict[str, Any]:
-    count = draw.randint(1, 3)
-    return {
-        "query_lens": (1,) * count,
-        "ctx_lens": tuple(draw.choice((0, 1, draw.randint(2, 80))) for _ in range(count)),
-        "num_ranks": draw.choice((2, 4)),
-        "interleave_size": draw.choice((1, 16)),
-    }
-
-
-_DRAWS = {PREFILL: _draw_prefill, DECODE: _draw_decode, SHARDS: _draw_shards}

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from attnlab.case.errors import AttnLabError, Unsupported
+from attnlab.case.errors import Unsupported
 from attnlab.case.ops import DECODE_FWD, MERGE
 from attnlab.case.platforms import Platform
-from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.vllm.backend import explained, load
+from attnlab.kernels.vllm.backend import calling, load
 from attnlab.kernels.vllm.source import Source, find_source
 
 _COMBINE_MODULES = ("dcp", "common")  # of correct_attn_out: 0.33.0, older releases
@@ -44,18 +43,19 @@ class DecodeCall:
     lse_dtype: torch.dtype = torch.float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MergeCall:
-    """A call of merge_attn_states. Outputs are [num_tokens, num_heads, size], LSE [num_tokens, num_heads].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Last:
+    """What the last merge also does: see the fields of the same names of an MlaCase.
 
-    ``output``: the dtype of the result. ``scale``: by which an FP8 result is divided.
+    ``divisor``: by what the output is divided; the reader multiplies it by ``output_scale``.
     """
 
-    prefix: Pair
-    suffix: Pair
-    output: torch.dtype
     tokens_with_context: int | None = None
-    scale: float | None = None
+    output_scale: float | None = None
+    divisor: float | None = None
+
+
+NOT_LAST = Last()
 
 
 class MlaOps(Protocol):
@@ -68,8 +68,8 @@ class MlaOps(Protocol):
     def decode(self, call: DecodeCall) -> Pair:
         """Return output [rows, num_heads, value_size] and LSE [rows, num_heads]."""
 
-    def merge(self, call: MergeCall) -> Pair:
-        """Return output and LSE of both parts."""
+    def merge(self, prefix: Pair, suffix: Pair, dtype: torch.dtype, last: Last) -> Pair:
+        """Return the output in ``dtype`` and the LSE of two parts, each an output and its LSE."""
 
     def combine(self, outputs: torch.Tensor, lses: torch.Tensor) -> Pair:
         """Return output and LSE of outputs [ranks, rows, heads, size] and LSE [ranks, rows, heads]."""
@@ -107,20 +107,18 @@ class ModelOps:
             return stored.float()
         return (stored.float() * call.k_scale).to(call.query.dtype).float()
 
-    def merge(self, call: MergeCall) -> Pair:
-        lses = [
-            lse.masked_fill(lse == torch.inf, -torch.inf) for _, lse in (call.prefix, call.suffix)
-        ]
+    def merge(self, prefix: Pair, suffix: Pair, dtype: torch.dtype, last: Last) -> Pair:
+        lses = [lse.masked_fill(lse == torch.inf, -torch.inf) for _, lse in (prefix, suffix)]
         total = torch.logaddexp(*lses)
         weights = [(lse - total).exp().nan_to_num(0.0)[..., None] for lse in lses]
-        output = weights[0] * call.prefix[0].float() + weights[1] * call.suffix[0].float()
-        count = call.tokens_with_context
+        output = weights[0] * prefix[0].float() + weights[1] * suffix[0].float()
+        count = last.tokens_with_context
         if count is not None:
-            output[count:], total[count:] = call.suffix[0][count:].float(), call.suffix[1][count:]
-        if call.scale is not None:
-            most = torch.finfo(call.output).max
-            output = (output / call.scale).clamp(-most, most)
-        return output.to(call.output), total
+            output[count:], total[count:] = suffix[0][count:].float(), suffix[1][count:]
+        if last.divisor is not None:
+            most = torch.finfo(dtype).max
+            output = (output / last.divisor).clamp(-most, most)
+        return output.to(dtype), total
 
     def combine(self, outputs: torch.Tensor, lses: torch.Tensor) -> Pair:
         lses = lses.float().nan_to_num(-torch.inf, -torch.inf, -torch.inf)
@@ -187,18 +185,16 @@ class VllmOps:
         done = self._run(DECODE_FWD, function, given)
         return done["o"], done["lse"]
 
-    def merge(self, call: MergeCall) -> Pair:
-        output = torch.empty(call.prefix[0].shape, dtype=call.output)
-        scale = None if call.scale is None else torch.tensor([call.scale])
+    def merge(self, prefix: Pair, suffix: Pair, dtype: torch.dtype, last: Last) -> Pair:
         given = {
-            "output": output,
-            "prefix_output": call.prefix[0],
-            "prefix_lse": call.prefix[1].T.contiguous(),
-            "suffix_output": call.suffix[0],
-            "suffix_lse": call.suffix[1].T.contiguous(),
-            "output_lse": torch.full(call.prefix[1].T.shape, float("nan")),
-            "prefill_tokens_with_context": call.tokens_with_context,
-            "output_scale": scale,
+            "output": torch.empty(prefix[0].shape, dtype=dtype),
+            "prefix_output": prefix[0],
+            "prefix_lse": prefix[1].T.contiguous(),
+            "suffix_output": suffix[0],
+            "suffix_lse": suffix[1].T.contiguous(),
+            "output_lse": torch.full(prefix[1].T.shape, float("nan")),
+            "prefill_tokens_with_context": last.tokens_with_context,
+            "output_scale": None if last.divisor is None else torch.tensor([last.divisor]),
         }
         done = self._run(MERGE, self._op(MERGE), {k: v for k, v in given.items() if v is not None})
         return done["output"], done["output_lse"].T
@@ -232,13 +228,8 @@ class VllmOps:
         moved = {
             k: v.to(self.where) if isinstance(v, torch.Tensor) else v for k, v in given.items()
         }
-        try:
-            with launching(LaunchPlan()):
-                result = function(**moved)
-        except AttnLabError:
-            raise
-        except Exception as error:
-            raise explained(error, op, self.source) from error
+        with calling(op, self.source):
+            result = function(**moved)
         done = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in moved.items()}
         return {**done, "result": result}
 

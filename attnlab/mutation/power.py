@@ -7,7 +7,7 @@ mutants' outputs are computed, on a sample of each sequence's rows and heads.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,25 +16,18 @@ from attnlab.case.case import Case, as_case
 from attnlab.case.ops import check_scored
 from attnlab.case.shown import json_value
 from attnlab.defects import Defect
-from attnlab.defects.problem import make_problem
 from attnlab.lab.lab import Lab
 from attnlab.mutation.report import (
     MUTANTS,
     NO_REMEDIES,
-    Attempt,
     ChangedTest,
-    CorrectSample,
     Mutant,
     MutationReport,
-    Remedies,
     Score,
-    find_remedies,
+    Scored,
     is_equivalent,
     ladder,
     passes,
-    remedies_of,
-    sample_correct,
-    score,
 )
 from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Job, Outcome, Task
@@ -58,59 +51,19 @@ def measure_power(
     began = time.perf_counter()
     check_scored(case.spec)
     on_step("the test's own data")
-    lab = Lab(keep=1, device="cpu")  # most changes of a test leave its batch
-    problem = make_problem(case, lab.batch(case))
-    sample = sample_correct(problem)
-    applicable = [mutant for mutant in mutants if mutant.applies(problem)]
-    scores = {mutant.name: score(problem, sample, mutant, case) for mutant in applicable}
-    alive = {mutant.name: mutant for mutant in applicable if not scores[mutant.name].is_killed}
-    found = find_remedies(case, alive, lab, on_step) if remedies and alive else NO_REMEDIES
-    return report_of(case, applicable, scores, found, sampled_of(sample), began)
-
-
-def report_of(
-    case: Case,
-    applicable: Sequence[Defect],
-    scores: Mapping[str, Score],
-    found: Remedies,
-    sampled: tuple[int, int],
-    began: float,
-) -> MutationReport:
-    """Return the report of the applicable mutants; ``sampled``: see :func:`sampled_of`."""
-    rows = [_mutant(mutant, scores[mutant.name], found) for mutant in applicable]
-    return MutationReport(
+    tests = _Tests(case)
+    named = {one.name: one for one in mutants if one.applies(tests.own.problem)}
+    scored = Scored(
         case=case,
-        mutants=sorted(rows, key=lambda row: -row.margin),
-        proposal=found.proposal,
-        left=found.left,
-        models_pass=found.models_pass,
-        sampled=(sampled[0], case.lengths.num_tokens),
-        heads=sampled[1],
-        seconds=time.perf_counter() - began,
+        mutants=list(named.values()),
+        scores={name: tests.own.score(mutant) for name, mutant in named.items()},
+        sampled=tests.own.sampled,
+        changes=lambda number: tests.changed(number).changes,
+        kills=lambda number, name: tests.changed(number).kills(named[name]),
+        equivalent=lambda name: is_equivalent(case, named[name]),
+        passes=lambda number: passes(tests.changed(number).case),
     )
-
-
-def sampled_of(sample: CorrectSample) -> tuple[int, int]:
-    """Return the number of rows of a sample, and the largest number of heads of a row."""
-    rows = sum(len(part.tokens) for part, _ in sample)
-    return rows, max(len(part.heads) for part, _ in sample)
-
-
-def _mutant(mutant: Defect, mutant_score: Score, found: Remedies) -> Mutant:
-    outcome = "survived"
-    if mutant_score.is_killed:
-        outcome = "killed"
-    elif mutant.name in found.equivalent:
-        outcome = "equivalent"
-    return Mutant(
-        name=mutant.name,
-        text=mutant.text,
-        outcome=outcome,
-        effect=mutant_score.effect,
-        margin=mutant_score.margin,
-        margins=mutant_score.margins,
-        remedy=found.cheapest.get(mutant.name),
-    )
+    return scored.report(scored.remedies(on_step) if remedies else NO_REMEDIES, began)
 
 
 # power as tasks: one for each mutant, and one for each change of the test, so that it can be sharded.
@@ -126,54 +79,50 @@ class PowerJob(Job):
 
     case: Case
 
-    def open(self) -> "_State":
-        return _State(self.case)
+    def open(self) -> "_Tests":
+        return _Tests(self.case)
 
-    def run(self, state: "_State", payload: dict[str, Any]) -> dict[str, Any]:
+    def run(self, state: "_Tests", payload: dict[str, Any]) -> dict[str, Any]:
         if _CHANGE in payload:
-            test = state.changed[payload[_CHANGE]]
-            verdict = {"atol": test.case.atol, "passes": passes(state.attempt(payload[_CHANGE]))}
+            changed = state.changed(payload[_CHANGE]).case
+            verdict = {"atol": changed.atol, "passes": passes(changed)}
         else:
             verdict = state.mutant_verdict(_NAMED[payload["mutant"]])
         found: dict[str, Any] = json_value(verdict)
         return found
 
 
-class _State:
+class _Tests:
     """The test and its changes, each made when it is first needed."""
 
     def __init__(self, case: Case) -> None:
-        self._case, self._lab = case, Lab(keep=1, device="cpu")
+        self._case, self._ladder = case, list(ladder(case))
+        self._lab = Lab(keep=1, device="cpu")  # most changes of a test leave its batch
+        self._made: dict[int, ChangedTest] = {}
 
     @cached_property
     def own(self) -> ChangedTest:
         """Return the test itself, with its own tolerance."""
-        from attnlab.defects.problem import make_problem
+        return ChangedTest.of(self._case, {}, self._lab)
 
-        problem = make_problem(self._case, self._lab.batch(self._case))
-        sample = sample_correct(problem)
-        return ChangedTest(changes={}, case=self._case, problem=problem, sample=sample)
-
-    @cached_property
-    def changed(self) -> list[ChangedTest]:
-        return [ChangedTest.of(self._case, changes, self._lab) for changes in ladder(self._case)]
-
-    def attempt(self, index: int) -> Attempt:
-        test = self.changed[index]
-        return Attempt(changes=test.changes, case=test.case, killed=frozenset())
+    def changed(self, number: int) -> ChangedTest:
+        """Return the test with the changes of a number."""
+        if number not in self._made:
+            self._made[number] = ChangedTest.of(self._case, self._ladder[number], self._lab)
+        return self._made[number]
 
     def mutant_verdict(self, mutant: Defect) -> dict[str, Any]:
         """Return the score of a mutant and, if it survives, which changes kill it."""
         own = self.own
-        sampled = sampled_of(own.sample)
         if not mutant.applies(own.problem):
-            return {"applies": False, "sampled": sampled}
-        found = score(own.problem, own.sample, mutant, own.case)
-        killed = [] if found.is_killed else [test.kills(mutant) for test in self.changed]
+            return {"applies": False, "sampled": own.sampled}
+        found, killed = own.score(mutant), []
+        if not found.is_killed:
+            killed = [self.changed(i).kills(mutant) for i in range(len(self._ladder))]
         excluded = not found.is_killed and not any(killed) and is_equivalent(self._case, mutant)
         return {
             "applies": True,
-            "sampled": sampled,
+            "sampled": own.sampled,
             "effect": found.effect,
             "margins": found.margins,
             "killed": killed,
@@ -208,40 +157,28 @@ def power_report(case: Case, outcomes: Mapping[str, Outcome], seconds: float) ->
     began = time.perf_counter() - seconds
     verdicts = {key: outcome.verdict or {} for key, outcome in outcomes.items()}
     of_mutants = {name: verdicts[f"mutant/{name}"] for name in _NAMED}
-    applicable = [_NAMED[name] for name, verdict in of_mutants.items() if verdict["applies"]]
     scores = {
-        mutant.name: Score(
-            effect=float(of_mutants[mutant.name]["effect"]),
-            margins={n: float(v) for n, v in of_mutants[mutant.name]["margins"].items()},
+        name: Score(
+            effect=float(verdict["effect"]),
+            margins={n: float(v) for n, v in verdict["margins"].items()},
         )
-        for mutant in applicable
+        for name, verdict in of_mutants.items()
+        if verdict["applies"]
     }
-    alive = [mutant.name for mutant in applicable if not scores[mutant.name].is_killed]
-    found = NO_REMEDIES
-    if alive:
-        attempts = _attempts(case, verdicts, alive)
-        found = remedies_of(
-            attempts,
-            alive,
-            lambda name: bool(of_mutants[name]["equivalent"]),
-            lambda best: bool(verdicts[f"{_CHANGE}/{attempts.index(best)}"]["passes"]),
-        )
+    changes = list(ladder(case))
+    of_changes = [verdicts[f"{_CHANGE}/{number}"] for number in range(len(changes))]
     rows, heads = next(iter(of_mutants.values()))["sampled"]
-    return report_of(case, applicable, scores, found, (rows, heads), began)
-
-
-def _attempts(
-    case: Case, verdicts: Mapping[str, Mapping[str, Any]], alive: Sequence[str]
-) -> list[Attempt]:
-    """Return the attempts up to the first that kills all survivors."""
-    attempts = []
-    for i, changes in enumerate(ladder(case)):
-        killed = frozenset(name for name in alive if verdicts[f"mutant/{name}"]["killed"][i])
-        changes = {**changes, "atol": float(verdicts[f"{_CHANGE}/{i}"]["atol"])}
-        attempts.append(Attempt(changes=changes, case=case, killed=killed))
-        if len(killed) == len(alive):
-            break
-    return attempts
+    scored = Scored(
+        case=case,
+        mutants=[_NAMED[name] for name in scores],
+        scores=scores,
+        sampled=(rows, heads),
+        changes=lambda number: {**changes[number], "atol": float(of_changes[number]["atol"])},
+        kills=lambda number, name: bool(of_mutants[name]["killed"][number]),
+        equivalent=lambda name: bool(of_mutants[name]["equivalent"]),
+        passes=lambda number: bool(of_changes[number]["passes"]),
+    )
+    return scored.report(scored.remedies(lambda step: None), began)
 
 
 # The part of ``import attnlab`` that scores a test.

@@ -1,7 +1,7 @@
 """MutationReport: which mutants a test notices."""
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,19 +9,12 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import (
-    Compute,
-    Predicted,
-    Problem,
-    RowSlice,
-    always,
-    make_problem,
-    sample_rows,
-)
+from attnlab.defects.edit import Rows, family, fault
+from attnlab.defects.problem import Predicted, Problem, RowSlice, make_problem, sample_rows
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.diagnosis.reruns import SECOND_SCALES
 from attnlab.lab.lab import Lab
@@ -41,50 +34,40 @@ NINE = (  # the mutants that the study of vLLM #28490 counted
 )
 
 
-def _noise(size: Callable[[Problem, RowSlice, Predicted], torch.Tensor | float]) -> Compute:
-    """Return the ``compute`` of normal noise; ``size`` returns its standard deviation."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        correct = problem.correct(row_slice)
-        generator = torch.Generator().manual_seed(int(row_slice.seq))
-        noise = torch.randn(correct.output.shape, generator=generator, dtype=torch.float64)
-        output = noise * size(problem, row_slice, correct)
-        return Predicted(output=output, bound=correct.bound)
-
-    return compute
+def _noise(at: Rows, size: torch.Tensor | float) -> Predicted:
+    """Return normal noise with the standard deviation ``size``."""
+    correct = at.problem.correct(at.slice)
+    generator = torch.Generator().manual_seed(at.slice.seq)
+    noise = torch.randn(correct.output.shape, generator=generator, dtype=torch.float64)
+    return Predicted(output=noise * size, bound=correct.bound)
 
 
-def _output_size(problem: Problem, row_slice: RowSlice, correct: Predicted) -> torch.Tensor:
-    """Return the root mean square of the correct output, at least one rounding step."""
-    step = problem.rounding(row_slice.seq).step
-    return correct.output.square().mean().sqrt().clamp(min=step)
+def _noise_of_its_size(at: Rows) -> Predicted:
+    """Return noise with the root mean square of the correct output, at least one rounding step."""
+    output = at.problem.correct(at.slice).output
+    step = at.problem.rounding(at.slice.seq).step
+    return _noise(at, output.square().mean().sqrt().clamp(min=step))
 
 
-def _unrelated(name: str, text: str, compute: Compute) -> Defect:
-    return Defect(
-        name=name,
-        family="mutants",
-        text=text,
-        seen_in=("mlir-air #1427",),
-        touches="all",
-        compute=compute,
-        applies=always,
-    )
-
-
-CORRECT = _unrelated("correct", "the output is correct", Problem.correct)
-MUTANTS: tuple[Defect, ...] = (
-    *(defect for defect in DEFECTS.values() if not defect.harmless),
-    _unrelated(
+CORRECT, *_NOISE = family(
+    "mutants",
+    fault("correct", "the output is correct", "mlir-air #1427", lambda at: at.inputs),
+    fault(
         "noise_of_its_size",
         "the output is random noise of the same magnitude as the correct output",
-        _noise(_output_size),
+        "mlir-air #1427",
+        _noise_of_its_size,
     ),
-    _unrelated(
+    fault(
         "random_noise",
         "the output is random noise from N(0, 1)",
-        _noise(lambda problem, row_slice, correct: 1.0),
+        "mlir-air #1427",
+        lambda at: _noise(at, 1.0),
     ),
+)
+MUTANTS: tuple[Defect, ...] = (
+    *(defect for defect in DEFECTS.values() if not defect.harmless),
+    *_NOISE,
 )
 
 
@@ -115,17 +98,12 @@ class Score:
 
         A fault may be in one kernel only, so the test must notice it in each.
         """
-        return least_margin(self.margins)
+        return min((one for one in self.margins.values() if one > _NOTHING), default=0.0)
 
     @property
     def is_killed(self) -> bool:
         """Answer whether the test notices the mutant in each kernel whose rows it changes."""
         return self.margin > 1
-
-
-def least_margin(margins: dict[str, float]) -> float:
-    """Return the smallest margin of the kernels whose rows change, 0 if none do."""
-    return min((one for one in margins.values() if one > _NOTHING), default=0.0)
 
 
 def kernels_where(margins: dict[str, float], *, killed: bool) -> tuple[str, ...]:
@@ -153,11 +131,6 @@ def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -
         effect = max(effect, float(change.max()))
         margins[kernel] = max(margins.get(kernel, 0.0), float(ratio.max()))
     return Score(effect=effect, margins=margins)
-
-
-def derived_tolerance(sample: CorrectSample) -> float:
-    """Return the smallest atol under which rounding fails no test: the largest rounding bound."""
-    return max(float(correct.bound.max()) for _, correct in sample)
 
 
 # Remedies: changes of a test's data, cache and tolerance that kill its surviving mutants.
@@ -195,20 +168,11 @@ NO_REMEDIES = Remedies()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A changed test and the names of the survivors that it kills or excludes.
+class ChangedTest:
+    """A test with changes of :func:`ladder`, and a sample of its correct rows, ready to score mutants.
 
     ``changes`` have the derived atol, and ``case`` has it, too.
     """
-
-    changes: dict[str, Any]
-    case: Case
-    killed: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedTest:
-    """A changed test with its derived atol, ready to score mutants."""
 
     changes: dict[str, Any]
     case: Case
@@ -217,73 +181,111 @@ class ChangedTest:
 
     @classmethod
     def of(cls, case: Case, changes: dict[str, Any], lab: Lab) -> "ChangedTest":
-        """Return the test with changes of :func:`ladder`; ``lab`` makes the batch."""
+        """Return the test with changes; ``lab`` makes the batch. Without ``atol``, the Case's remains."""
         changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
         problem = make_problem(changed, lab.batch(changed))
         sample = sample_correct(problem)
-        changed = changed.replace(atol=derived_tolerance(sample))
-        changes = {**changes, "atol": changed.atol}
+        if "atol" in changes:  # the smallest under which rounding fails no test
+            bounds = [float(correct.bound.max()) for _, correct in sample]
+            changes = {**changes, "atol": max(bounds)}
+            changed = changed.replace(atol=changes["atol"])
         return cls(changes=changes, case=changed, problem=problem, sample=sample)
 
+    @property
+    def sampled(self) -> tuple[int, int]:
+        """Return the number of rows of the sample, and the largest number of heads of a row."""
+        rows = sum(len(part.tokens) for part, _ in self.sample)
+        return rows, max(len(part.heads) for part, _ in self.sample)
+
+    def score(self, mutant: Defect) -> Score:
+        """Return a mutant's score."""
+        return score(self.problem, self.sample, mutant, self.case)
+
     def kills(self, mutant: Defect) -> bool:
-        """Answer whether the changed test kills or excludes a mutant."""
-        if not mutant.applies(self.problem):
-            return True
-        return score(self.problem, self.sample, mutant, self.case).is_killed
+        """Answer whether the test kills or excludes a mutant."""
+        return not mutant.applies(self.problem) or self.score(mutant).is_killed
 
 
-def find_remedies(
-    case: Case, survivors: dict[str, Defect], lab: Lab, on_step: Callable[[str], None]
-) -> Remedies:
-    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``.
-
-    ``lab`` makes the batches.
-    """
-    attempts: list[Attempt] = []
-    for changes in ladder(case):
-        on_step(changes_text(changes))
-        test = ChangedTest.of(case, changes, lab)
-        killed = frozenset(name for name, mutant in survivors.items() if test.kills(mutant))
-        attempts.append(Attempt(changes=test.changes, case=test.case, killed=killed))
-        if len(killed) == len(survivors):
-            break
-    return remedies_of(
-        attempts, survivors, lambda name: is_equivalent(case, survivors[name]), passes, on_step
-    )
-
-
-def remedies_of(
-    attempts: Sequence[Attempt],
-    survivors: Collection[str],
-    equivalent: Callable[[str], bool],
-    models_pass: Callable[[Attempt], bool],
-    on_step: Callable[[str], None] = lambda step: None,
-) -> Remedies:
-    """Return the remedies that attempts at killing the survivors of a test have shown.
-
-    ``equivalent`` is asked about mutants that no attempt kills, ``models_pass`` about the best attempt.
-    """
-    best = max(attempts, key=lambda attempt: len(attempt.killed))
-    cheapest = {
-        name: next(attempt.changes for attempt in attempts if name in attempt.killed)
-        for name in survivors
-        if any(name in attempt.killed for attempt in attempts)
-    }
-    on_step("mutants that no data can show")
-    excluded = {name for name in survivors if name not in cheapest and equivalent(name)}
-    on_step("the backend with the proposal")
-    return Remedies(
-        cheapest=cheapest,
-        equivalent=frozenset(excluded),
-        proposal=best.changes,
-        left=sorted({*survivors} - best.killed - excluded),
-        models_pass=models_pass(best),
-    )
-
-
-def passes(attempt: Attempt) -> bool:
+def passes(case: Case) -> bool:
     """Run the backend of a changed test, and answer whether it passes."""
-    return Lab().run(attempt.case).status == "match"
+    return Lab().run(case).status == "match"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A test whose mutants were scored, and answers about changes of it, which are numbered as in ``ladder``.
+
+    - ``changes``: those of a number, with the derived atol. ``kills``: whether they kill or exclude a
+      mutant.
+    - ``equivalent``: whether no data can show a mutant. ``passes``: whether the backend passes a changed
+      test.
+    """
+
+    case: Case
+    mutants: Sequence[Defect]
+    scores: Mapping[str, Score]
+    sampled: tuple[int, int]
+    changes: Callable[[int], dict[str, Any]]
+    kills: Callable[[int, str], bool]
+    equivalent: Callable[[str], bool]
+    passes: Callable[[int], bool]
+
+    def remedies(self, on_step: Callable[[str], None]) -> Remedies:
+        """Try changes of the test, from the cheapest to all of them, until one kills all survivors."""
+        alive = [name for name, one in self.scores.items() if not one.is_killed]
+        killed: list[frozenset[str]] = []
+        for number, changes in enumerate(ladder(self.case) if alive else ()):
+            on_step(changes_text(changes))
+            killed.append(frozenset(name for name in alive if self.kills(number, name)))
+            if len(killed[-1]) == len(alive):
+                break
+        if not killed:
+            return NO_REMEDIES
+        best = max(range(len(killed)), key=lambda number: len(killed[number]))
+        cheapest = {
+            name: self.changes(next(i for i, names in enumerate(killed) if name in names))
+            for name in alive
+            if any(name in names for names in killed)
+        }
+        on_step("mutants that no data can show")
+        excluded = {name for name in alive if name not in cheapest and self.equivalent(name)}
+        on_step("the backend with the proposal")
+        return Remedies(
+            cheapest=cheapest,
+            equivalent=frozenset(excluded),
+            proposal=self.changes(best),
+            left=sorted({*alive} - killed[best] - excluded),
+            models_pass=self.passes(best),
+        )
+
+    def report(self, found: Remedies, began: float) -> "MutationReport":
+        """Return the report of the mutants."""
+        rows, heads = self.sampled
+        return MutationReport(
+            case=self.case,
+            mutants=sorted(
+                (self._row(one, found) for one in self.mutants), key=lambda m: -m.margin
+            ),
+            proposal=found.proposal,
+            left=found.left,
+            models_pass=found.models_pass,
+            sampled=(rows, self.case.lengths.num_tokens),
+            heads=heads,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _row(self, mutant: Defect, found: Remedies) -> "Mutant":
+        own, name = self.scores[mutant.name], mutant.name
+        alive = "equivalent" if name in found.equivalent else "survived"
+        return Mutant(
+            name=name,
+            text=mutant.text,
+            outcome="killed" if own.is_killed else alive,
+            effect=own.effect,
+            margin=own.margin,
+            margins=own.margins,
+            remedy=found.cheapest.get(name),
+        )
 
 
 def is_equivalent(case: Case, mutant: Defect) -> bool:
@@ -371,6 +373,10 @@ class Mutant:
         """Return the kernels in whose rows the test notices the mutant."""
         return kernels_where(self.margins, killed=True)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mutant as JSON-able values."""
+        return json_fields(self, "survives_in", "killed_in")
+
     @property
     def outcome_text(self) -> str:
         """Return the outcome in words, such as "survived (decode; killed in prefill)"."""
@@ -416,11 +422,6 @@ class MutationReport(Shown):
         """Return the mutants that the test does not notice."""
         return self.of("survived")
 
-    @property
-    def partly_killed(self) -> list[Mutant]:
-        """Return the mutants that the test notices in one kernel and not in the other."""
-        return [mutant for mutant in self.mutants if mutant.survives_in and mutant.killed_in]
-
     def counts_by_kernel(self) -> dict[str, dict[str, int]]:
         """Return, for the rows of each kernel, how many mutants that change them are killed and survive."""
         return {
@@ -460,35 +461,14 @@ class MutationReport(Shown):
             left = (
                 f"{', '.join(self.left)} still survive" if self.left else "all of them are killed"
             )
+            name = self.case.backend
+            backend = "the lab's model" if name == "model" else f"backend {name}"
             changes = changes_text(self.proposal)
-            sentences.append(
-                f"with {changes}, {left} and {_backend_text(self.case)} {_RAN[self.models_pass]}"
-            )
+            sentences.append(f"with {changes}, {left} and {backend} {_RAN[self.models_pass]}")
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-able values; NaN and infinity are strings."""
-        return {
-            "case": self.case.changes(),
-            "mutants": [_mutant_dict(mutant) for mutant in self.mutants],
-            "counts": self.counts(),
-            "counts_by_kernel": self.counts_by_kernel(),
-            "proposal": self.proposal,
-            "left": self.left,
-            "models_pass": self.models_pass,
-            "sampled": list(self.sampled),
-            "sentences": self.sentences(),
-            "seconds": self.seconds,
-        }
-
-
-def _backend_text(case: Case) -> str:
-    """Return what ran the proposal, in words."""
-    return "the lab's model" if case.backend == "model" else f"backend {case.backend}"
-
-
-def _mutant_dict(mutant: Mutant) -> dict[str, Any]:
-    values = dataclasses.asdict(mutant)
-    values |= {"survives_in": list(mutant.survives_in), "killed_in": list(mutant.killed_in)}
-    values["margins"] = {kernel: json_number(n) for kernel, n in mutant.margins.items()}
-    return values | {"effect": json_number(mutant.effect), "margin": json_number(mutant.margin)}
+        more = ("counts", "counts_by_kernel", "sentences")
+        fields = json_fields(self, *more, without=("case", "heads"))
+        return {**fields, "case": self.case.changes()}

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -352,15 +352,20 @@ def _release(program: str) -> str | None:
 
 
 @contextlib.contextmanager
-def capture(
-    *,
-    keep: int = _KEPT,
-    ops: Iterable[RecordedOp | str] = (),
-    on_start: Callable[[Capture], None] = lambda capture: None,
-) -> Iterator[Calls]:
-    """Record the attention calls of the block; yield them. See :func:`attnlab.capture`."""
+def capture(*, keep: int = _KEPT, ops: Iterable[RecordedOp | str] = ()) -> Iterator[Calls]:
+    """Record the attention calls that a block of code makes: ``with attnlab.capture() as calls: …``.
+
+    Recorded are vLLM's attention ops, flash_attn_varlen_func with a block table, FlashInfer's stateless paged
+    calls, torch's scaled_dot_product_attention, the ops of the entry-point group ``attnlab.ops``, and
+    ``ops``. Each call is a :class:`attnlab.KernelCall` with copies of its inputs and of its output before
+    and after the call; an op that another op calls is not recorded. The program is not changed: an error
+    while recording is logged once.
+
+    - ``keep``: how many of the last calls are kept.
+    - ``ops``: further ops, "module:function". Their arguments are found by their names, for example
+      query or q, key_cache or k_cache, block_table, seq_lens.
+    """
     one = Capture(keep=keep, ops=ops)
-    on_start(one)
     one.start()
     try:
         yield one.calls

@@ -1,13 +1,12 @@
 """Tensors from files of other programs. Nothing in a file is executed."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import OPS, UNIFIED
 from attnlab.case.output_file import check_input_path
 from attnlab.kernels.by_name import NAMES
-from attnlab.recorder import capture as recording
-from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading, read_arguments
+from attnlab.recorder.arguments import Reading, call_of_reading, read_arguments
 from attnlab.recorder.ops import other_ops
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.call_file import is_call_file
@@ -313,8 +311,8 @@ def _add_result(dump: Dump, reading: Reading) -> None:
 # Calls from files of other tools: which format a path has, SGLang's dumper, and plain dicts of tensors.
 
 
-def read_call_file(
-    path: Path, names: Mapping[str, str] | None = None, *, op: str | None = None
+def read_call(
+    path: Path | str, names: Mapping[str, str] | None = None, *, op: str | None = None
 ) -> KernelCall:
     """Return the call in a file or folder; the format is found out.
 
@@ -325,8 +323,8 @@ def read_call_file(
     - A dict of tensors and numbers, as .pt, .npz or safetensors.
 
     ``names``: for the last two, the key of each field, for example {"query": "q"}; a number instead of a
-    key is the value itself. Without it, fields are found by the names that vLLM, FlashAttention and
-    FlashInfer use. ``op``: the op that describes the call.
+    key is the value itself. Other fields are found by the names that vLLM, FlashAttention and FlashInfer
+    use. ``op``: the op that describes the call.
 
     Nothing in a file is executed. Raises InvalidCall with one line.
     """
@@ -343,18 +341,11 @@ def read_call_file(
     if path.suffix not in (".pt", ".pth", ".bin", ".npz") and is_call_file(path):
         call = KernelCall.load(path)
         return call if op is None else dataclasses.replace(call, op=op)
-    if path.suffix not in (".pt", ".pth", ".bin", ".npz") and not names:
-        return _own_or_dict(path, op)
     values = load_tensors(path)
     if set(values) == {"value", "meta"}:
         values, origin = _sglang_group(path.parent, _key_of(path, values["meta"]))
         return _of_dict(path, values, names, origin, op)
     return _of_dict(path, values, names, Origin(), op)
-
-
-def _own_or_dict(path: Path, op: str | None) -> KernelCall:
-    """Return the call of a safetensors file without attnlab's document."""
-    return _of_dict(path, load_tensors(path), {}, Origin(), op)
 
 
 def parse_names(text: str) -> dict[str, str]:
@@ -457,39 +448,3 @@ def _key_of(path: Path, meta: Any) -> tuple[tuple[str, Any], ...]:
         if value is not None and type(value) is not int:
             raise InvalidCall(f"{path} must have a whole number as {name}, got {value!r:.60}")
     return tuple(found)
-
-
-# The part of ``import attnlab`` that records calls.
-
-
-def capture(
-    *, keep: int = 16, ops: Iterable[RecordedOp | str] = ()
-) -> contextlib.AbstractContextManager[recording.Calls]:
-    """Record the attention calls that a block of code makes: ``with attnlab.capture() as calls: …``.
-
-    Recorded are vLLM's attention ops, flash_attn_varlen_func with a block table, FlashInfer's stateless paged
-    calls, torch's scaled_dot_product_attention, the ops of the entry-point group ``attnlab.ops``, and
-    ``ops``. Each call is a :class:`attnlab.KernelCall` with copies of its inputs and of its output before
-    and after the call; an op that another op calls is not recorded. The program is not changed: an error
-    while recording is logged once.
-
-    - ``keep``: how many of the last calls are kept.
-    - ``ops``: further ops, "module:function". Their arguments are found by their names, for example
-      query or q, key_cache or k_cache, block_table, seq_lens.
-    """
-    return recording.capture(keep=keep, ops=ops)
-
-
-def read_call(
-    path: Path | str, names: Mapping[str, str] | None = None, *, op: str | None = None
-) -> KernelCall:
-    """Return the call in a file or folder of attnlab, FlashInfer's log or SGLang's dumper, or in a dict.
-
-    - ``names``: for a dict of tensors (.pt, .npz, safetensors), the key of each field, for example
-      {"query": "q"}; a number is the value itself. Other fields are found by the names that vLLM,
-      FlashAttention and FlashInfer use.
-    - ``op``: the op that describes the call.
-
-    Nothing in a file is executed. Raises InvalidCall with one line.
-    """
-    return read_call_file(Path(path), names, op=op)

@@ -17,16 +17,15 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
+from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_ran
 from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import distance
 from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers
 
 # Comparisons: what a test passed to a comparison of torch or numpy.
@@ -278,8 +277,7 @@ def errors_of_write(
     expected = half.by_slot(given, call)
     correct = right.numbers[..., half.columns] * half.factor
     bound = right.bound[..., half.columns] * half.factor
-    same = (expected == correct) | (expected.isnan() & correct.isnan())
-    error = (expected - correct).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
+    error = distance(expected, correct)
     wrong = error > bound
     allowed = comparison.atol + comparison.rtol * expected.abs().nan_to_num(0.0)
     return (
@@ -415,17 +413,6 @@ def _comparable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).double().nan_to_num(_NAN, torch.inf, -torch.inf) + 0.0
 
 
-SIDES = (
-    "the kernel",
-    "the arguments of the call",
-    "the expected value",
-    "the kernel and the expected value",
-    "the tolerance",
-    "the test's dtypes",
-    "the test's arguments",
-    "neither",
-    "unknown",
-)
 _IN_CACHE = (
     "newest_slot_zero",
     "newest_slot_nan",
@@ -442,10 +429,11 @@ _ARGUMENTS = (
 class Judgement:
     """What is wrong with a call and its comparison.
 
-    - ``side``: one of SIDES. ``evidence``: one sentence.
+    - ``side``: "the kernel", "the arguments of the call", "the expected value", "the kernel and the expected
+      value", "the tolerance", "the test's dtypes", "the test's arguments", "neither" or "unknown".
+    - ``evidence``: one sentence.
     - ``diagnosis``: that of the call's output. ``comparison``: the test's, or None if it compared
       something else.
-    - ``expected_rows``: the rows where the expected value is wrong.
     - ``read_as``: how arguments of another form were read.
     """
 
@@ -453,7 +441,6 @@ class Judgement:
     evidence: str
     diagnosis: Diagnosis
     comparison: Comparison | None = None
-    expected_rows: int = 0
     read_as: tuple[str, ...] = ()
 
 
@@ -472,31 +459,22 @@ def judge(
         evidence = _of_output(diagnosis)
         if comparison is None and diagnosis.status == "nothing wrong":
             evidence += "; no comparison of the test was recognised as one of this output"
-        return Judgement(
-            side=side,
-            evidence=evidence,
-            diagnosis=diagnosis,
-            comparison=comparison,
-            read_as=call.read_as,
-        )
-    off, rows, beyond = _errors_of_expected(call, comparison)
-    other = None if maker is None else _diagnosis(maker)
-    if other is not None and other.status in ("rejected", "not decided"):
-        other = None
-    noun = "slots" if call.spec.writes_cache else "rows"
-    expected = "expected value" if maker is None else "expected value, from another call,"
-    side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond, expected)
-    if other is not None and maker is not None:
-        if side == "the kernel and the expected value":
-            side = _side_of_output(diagnosis)
-        if side == "the expected value" and not other.is_wrong:
-            side, evidence = "the test's arguments", _other_arguments(call, maker)
+    else:
+        off, rows, beyond = _errors_of_expected(call, comparison)
+        noun = "slots" if call.spec.writes_cache else "rows"
+        expected = "expected value" if maker is None else "expected value, from another call,"
+        side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond, expected)
+        other = None if maker is None else _diagnosis(maker)
+        if other is not None and other.status not in ("rejected", "not decided"):
+            if side == "the kernel and the expected value":
+                side = _side_of_output(diagnosis)
+            if side == "the expected value" and not other.is_wrong and maker is not None:
+                side, evidence = "the test's arguments", _other_arguments(call, maker)
     return Judgement(
         side=side,
         evidence=evidence,
         diagnosis=diagnosis,
         comparison=comparison,
-        expected_rows=rows,
         read_as=call.read_as,
     )
 
@@ -558,21 +536,14 @@ def _decide(
     if diagnosis.status == "rejected":
         return _side_of_output(diagnosis), f"the op raised: {diagnosis.rejection}"
     output = _of_output(diagnosis)
+    is_off = f"{output}; the {expected} is off by up to {off:.3g} in {rows}"
     if diagnosis.is_wrong and beyond:
-        return (
-            "the kernel and the expected value",
-            f"{output}; the {expected} is off by up to {off:.3g} in {rows}",
-        )
+        return "the kernel and the expected value", is_off
     if diagnosis.is_wrong:
-        return (
-            _side_of_output(diagnosis),
-            f"{output}; the {expected} is within {off:.3g} of the exact result",
-        )
+        exact = f"{output}; the {expected} is within {off:.3g} of the exact result"
+        return _side_of_output(diagnosis), exact
     if beyond:
-        return (
-            "the expected value",
-            f"{output}; the {expected} is off by up to {off:.3g} in {rows}",
-        )
+        return "the expected value", is_off
     return _of_right_values(comparison, off, expected)
 
 
@@ -636,7 +607,7 @@ def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float
         return 0.0, 0, False
     expected = match.spread(comparison.expected, _rest(call, match))
     compared = match.cells(call.buffer.shape) > 0
-    found = locate(_problem(call), expected)
+    found = locate(problem_of(call), expected)
     error = found.error.double().masked_fill(~compared, 0.0)
     size = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(2)
     rounding = (
@@ -661,11 +632,6 @@ def _rest(call: KernelCall, match: Match) -> torch.Tensor:
     cells = match.cells(rest.shape)
     rows = torch.nonzero(((cells > 0) & (cells < rest.shape[2])).any(1)).flatten()
     if len(rows):
-        correct = _problem(call).correct_rows(rows, torch.arange(rest.shape[1]))
+        correct = problem_of(call).correct_rows(rows, torch.arange(rest.shape[1]))
         rest[rows] = correct.output.double()
     return rest
-
-
-def _problem(call: KernelCall) -> Problem:
-    ran = where_it_ran(call, Case())
-    return Problem.of_call(call, Target.of(ran.case), kernels_of(ran.case, call))

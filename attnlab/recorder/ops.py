@@ -18,10 +18,10 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.by_name import output_of
 from attnlab.kernels.model import written_cache
 from attnlab.recorder.arguments import (
+    Adjust,
     Reading,
     RecordedOp,
     check_complete,
-    no_change,
     number_of,
     op_of_text,
     plain_kv_cache_dtype,
@@ -34,6 +34,7 @@ from attnlab.tensors.formats import read_format
 from attnlab.tensors.quantised import FP8_DTYPES
 
 _CACHES = ("key_cache", "value_cache")
+SDPA = "scaled_dot_product_attention"
 _SLOT_AXIS = {"x-split": 3, "flash": 1, "HND": 2}  # of the keys
 
 
@@ -159,6 +160,19 @@ def _check_slots(slots: torch.Tensor, count: int) -> None:
         raise InvalidCall(text, field="slot_mapping")
 
 
+# Ops as rows: module, function, the op of attnlab, the layout of the cache, what completes the reading, and
+# the names of further arguments that it reads.
+
+Row = tuple[str, str, str, str | None, Adjust, tuple[str, ...]]
+
+
+def _op(row: Row) -> RecordedOp:
+    module, function, op, layout, adjust, reads = row
+    return RecordedOp(
+        module=module, function=function, op=op, layout=layout, adjust=adjust, reads=reads
+    )
+
+
 # FlashAttention, FlashInfer's stateless paged calls, and torch's scaled_dot_product_attention.
 #
 # The record of unified_attention describes them: all keys and values come from the cache. The signatures
@@ -255,39 +269,30 @@ def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
     reading.result = result
 
 
+_FLASH_FOLDERS = ("vllm.vllm_flash_attn", "flash_attn")
+_OTHERS: tuple[Row, ...] = (
+    *(
+        (f"{folder}.flash_attn_interface", "flash_attn_varlen_func", UNIFIED, "flash", _flash, ())
+        for folder in _FLASH_FOLDERS
+    ),
+    *(
+        (
+            f"flashinfer.{name}",
+            f"trtllm_batch_{what}_with_kv_cache",
+            UNIFIED,
+            None,
+            _trtllm,
+            _OF_TRTLLM,
+        )
+        for name, what in (("decode", "decode"), ("prefill", "context"))
+    ),
+    ("torch.nn.functional", SDPA, UNIFIED, "HND", _sdpa, ("enable_gqa",)),
+)
+
+
 def other_ops() -> tuple[RecordedOp, ...]:
     """Return the ops of other libraries that are recorded."""
-    found = [
-        RecordedOp(
-            module=module,
-            function="flash_attn_varlen_func",
-            op=UNIFIED,
-            layout="flash",
-            adjust=_flash,
-        )
-        for module in (
-            "vllm.vllm_flash_attn.flash_attn_interface",
-            "flash_attn.flash_attn_interface",
-        )
-    ]
-    for module, function in (
-        ("flashinfer.decode", "trtllm_batch_decode_with_kv_cache"),
-        ("flashinfer.prefill", "trtllm_batch_context_with_kv_cache"),
-    ):
-        found.append(
-            RecordedOp(
-                module=module, function=function, op=UNIFIED, adjust=_trtllm, reads=_OF_TRTLLM
-            )
-        )
-    sdpa = RecordedOp(
-        module="torch.nn.functional",
-        function="scaled_dot_product_attention",
-        op=UNIFIED,
-        layout="HND",
-        adjust=_sdpa,
-        reads=("enable_gqa",),
-    )
-    return (*found, sdpa)
+    return tuple(map(_op, _OTHERS))
 
 
 # vLLM's attention ops in Python (releases 0.11.2 and 0.33.0), and what their names alone do not say.
@@ -358,50 +363,35 @@ def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
         reading.unmodelled.append("key_cache, packed for AMX")
 
 
-_READS = {
-    **dict.fromkeys((WRAPPER, PREFILL), ("is_block_table_ptr",)),
-    DECODE_FWD: ("page_size", "is_mla"),
-}
+_POINTERS = ("is_block_table_ptr",)
 # Of the compiled ops; the sizes of block-sparse attention matter only with blocksparse_vert_stride.
 _OF_CUSTOM = (
     "tp_rank", "blocksparse_local_blocks", "blocksparse_block_size", "blocksparse_head_sliding_step",
     "block_size", "num_kv_heads",
 )  # fmt: skip
+_TRITON: tuple[tuple[str, Adjust, tuple[str, ...]], ...] = (
+    (WRAPPER, _wrapper, _POINTERS),
+    (PREFILL, _wrapper, _POINTERS),
+    (UNIFIED, _unified, ()),
+    (DECODE_FWD, _decode, ("page_size", "is_mla")),
+)
+_COMPILED: tuple[tuple[str, str, Adjust], ...] = (
+    ("paged_attention_v1", WRAPPER, _paged_v1),
+    ("paged_attention_v2", WRAPPER, _paged_v1),
+    ("paged_attention_rocm", WRAPPER, _rocm),
+    (CPU_ATTENTION, CPU_ATTENTION, _cpu),
+)
 
 
 def vllm_ops() -> tuple[RecordedOp, ...]:
     """Return the attention ops and the cache writes of vLLM that are recorded."""
-    adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, UNIFIED: _unified, DECODE_FWD: _decode}
-    found = [
-        RecordedOp(
-            module=f"{folder}.{OPS[name].module}",
-            function=OPS[name].function,
-            op=name,
-            layout=OPS[name].cache_layout,
-            adjust=adjusts.get(name, no_change),
-            reads=_READS.get(name, ()),
-        )
+    rows: list[Row] = [
+        (f"{folder}.{OPS[op].module}", OPS[op].function, op, OPS[op].cache_layout, adjust, reads)
         for folder in FOLDERS
-        for name in (WRAPPER, PREFILL, UNIFIED, DECODE_FWD)
+        for op, adjust, reads in _TRITON
     ]
-    customs = {
-        "paged_attention_v1": (WRAPPER, "x-split", _paged_v1),
-        "paged_attention_v2": (WRAPPER, "x-split", _paged_v1),
-        "paged_attention_rocm": (WRAPPER, "x-split", _rocm),
-        CPU_ATTENTION: (CPU_ATTENTION, "x-split", _cpu),
-    }
-    for function, (op, layout, adjust) in customs.items():
-        found.append(
-            RecordedOp(
-                module=_CUSTOM,
-                function=function,
-                op=op,
-                layout=layout,
-                adjust=adjust,
-                reads=_OF_CUSTOM,
-            )
-        )
-    return (*found, *write_ops(FOLDERS, _CUSTOM))
+    rows += [(_CUSTOM, name, op, "x-split", adjust, _OF_CUSTOM) for name, op, adjust in _COMPILED]
+    return (*map(_op, rows), *write_ops(FOLDERS, _CUSTOM))
 
 
 # All ops that are recorded: those of attnlab, and those of the entry-point group ``attnlab.ops``.
@@ -442,7 +432,7 @@ def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signat
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
-        if op.function != "scaled_dot_product_attention":
+        if op.function != SDPA:
             raise
     return inspect.signature(_sdpa_parameters)
 

@@ -18,10 +18,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
-from attnlab.contracts.call_dispatch import kernels_of
-from attnlab.contracts.contract import Target
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
+from attnlab.diagnosis.captured import check_diagnosable, problem_of
 from attnlab.mutation.report import MUTANTS, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
@@ -100,9 +97,7 @@ def _made(one: Recorded, op: str, tensor: torch.Tensor) -> bool:
 
 def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
     check_diagnosable(call)
-    call = call.cpu()
-    ran = where_it_ran(call, Case())
-    problem = Problem.of_call(call, Target.of(ran.case), kernels_of(ran.case, call))
+    problem = problem_of(call.cpu())
     sample = sample_correct(problem)
     factor = factor_of(call, comparison.actual) or 1.0
     tolerances = Case().replace(atol=comparison.atol * factor, rtol=comparison.rtol)

@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidValue, KernelRejected, Unavailable
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Shown, json_fields
 from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
 from attnlab.kernels.run_call import run_call
+from attnlab.kernels.runner import one_backend
 from attnlab.replay.parts import KeptSequence, whole, with_sequences
 from attnlab.replay.replay_call import (
     Difference,
@@ -170,9 +172,7 @@ class Variation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        change = None if self.change is None else self.change.to_dict()
-        facts = {"name": self.name, "kind": self.kind, "wrong": self.wrong, "reason": self.reason}
-        return {**facts, "change": change}
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -204,16 +204,7 @@ class Probe(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        recorded = None if self.from_recorded is None else self.from_recorded.to_dict()
-        return {
-            "backend": self.backend,
-            "verdict": self.verdict,
-            "conclusion": self.conclusion,
-            "error": self.error.to_dict(),
-            "from_recorded": recorded,
-            "variations": [one.to_dict() for one in self.variations],
-            "instability": None if self.instability is None else self.instability.to_dict(),
-        }
+        return json_fields(self)
 
 
 def probe(
@@ -323,3 +314,27 @@ def _size(variations: Sequence[Variation]) -> str:
 
 def _ran_count(variations: Sequence[Variation]) -> int:
     return sum(one.change is not None for one in variations)
+
+
+# The part of ``import attnlab`` that probes a saved call.
+
+
+def probe_call(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str = "model",
+    device: str | None = None,
+    **changes: Any,
+) -> Probe:
+    """Decide between corruption and another order of sums: run a call again with variations.
+
+    The variations are: an identical run, each sequence alone, reversed sequences, other split counts, another
+    max_seq_len and padding, other blocks, and other contents of foreign slots and of the output buffer.
+
+    ``source``, ``backend``, ``device``, ``changes``: as for :func:`attnlab.shrink_call`.
+    """
+    name = "vllm" if source is not None and backend == "model" else backend
+    found = one_backend(source, name, device)
+    assert found is not None
+    return probe(call, found, Case(**changes), tuple(changes))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +16,18 @@ from attnlab.case.errors import (
     NotDeterministic,
     Unavailable,
 )
-from attnlab.case.shown import Shown, json_number
-from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.contract import Target
 from attnlab.defects.problem import Problem, RowSlice
-from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
+from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
 from attnlab.kernels.run_call import run_call
-from attnlab.kernels.runner import Runner
+from attnlab.kernels.runner import Runner, runners
 from attnlab.lab.cache_write import expected_write
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.comparison import distance
 from attnlab.tensors.quantised import Formats
 
 # Expected: the correct output of a call and its rounding bound, and how an output differs from it.
@@ -112,12 +113,6 @@ def _sharp(problem: Problem, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([one.output for one in parts]), torch.cat([one.bound for one in parts])
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the absolute difference of two tensors; 0 where both are NaN, infinite where one is."""
-    same = (one == other) | (one.isnan() & other.isnan())
-    return (one - other).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
-
-
 def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return which elements of two tensors of one dtype have other bytes; NaN equals any NaN."""
     kind = _BITS[one.element_size()]
@@ -171,8 +166,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        numbers = {name: json_number(getattr(self, name)) for name in ("largest", "in_bounds")}
-        return {name: getattr(self, name) for name in self.__slots__} | numbers
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +192,7 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of strict JSON."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("error", "from_recorded"):
-            found[name] = None if found[name] is None else found[name].to_dict()
-        return found
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -249,16 +240,7 @@ class Replays(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as values of strict JSON."""
-        error = self.recorded_error
-        return {
-            "call": self.call,
-            "op": self.op,
-            "origin": self.origin,
-            "recorded": self.recorded,
-            "recorded_error": None if error is None else error.to_dict(),
-            "replays": [one.to_dict() for one in self.replays],
-            "assumed": list(self.assumed),
-        }
+        return json_fields(self)
 
 
 OnTarget = Callable[[str, int, int], None]
@@ -292,7 +274,7 @@ def expected_of(call: KernelCall, ran: Case) -> Expected:
     call = call.with_buffer()
     if call.spec.writes_cache:
         return Expected.of_write(call, Target.of(ran))
-    return Expected.of(Problem.of_call(call.cpu(), Target.of(ran), kernels_of(ran, call)))
+    return Expected.of(problem_of(call.cpu(), ran))
 
 
 def run_once(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...] = ()) -> Ran:
@@ -424,3 +406,27 @@ def _recorded(call: KernelCall, ran: Case) -> tuple[str, Difference | None]:
 
 def _error(output: torch.Tensor, expected: Expected) -> Difference:
     return compare_outputs(output, None, expected)
+
+
+# The part of ``import attnlab`` that replays a saved call.
+
+
+def replay_call(
+    call: KernelCall,
+    *,
+    sources: Sequence[Path | str] = (),
+    backends: Sequence[str] = (),
+    device: str | None = None,
+    **changes: Any,
+) -> Replays:
+    """Run a saved call on several backends and releases, and compare the verdicts.
+
+    - ``sources``: wheels, sdists and checkouts of vLLM, or versions that ``attnlab fetch`` downloaded.
+    - ``backends``: names as in ``Case.backend``, such as "mine.py:fn". Default: the models.
+    - ``device``: where the kernels of a vLLM run, "cuda" or "cpu". Default: the GPU if torch can use one.
+    - ``changes``: where the call ran, for example ``platform="sm_90"``. Default: the call's origin.
+
+    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    """
+    targets = runners([str(one) for one in sources], backends, device)
+    return replay_all(call, targets, Case(**changes), tuple(changes))

@@ -5,18 +5,20 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured, where_it_ran
 from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.runner import one_backend
 from attnlab.replay.parts import (
     KeptSequence,
     can_drop_first_rows,
@@ -251,9 +253,7 @@ class Shrunk(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as values of strict JSON, without the call."""
-        names = [name for name in self.__slots__ if name not in ("call", "steps", "largest")]
-        facts = {name: getattr(self, name) for name in names}
-        return {**facts, "steps": list(self.steps), "largest": json_number(self.largest)}
+        return json_fields(self, without=("call",))
 
 
 def sizes_of(call: KernelCall) -> dict[str, int]:
@@ -440,3 +440,30 @@ class _Search:
         except AttnLabError:
             return None
         return failure
+
+
+# The part of ``import attnlab`` that shrinks a saved call.
+
+
+def shrink_call(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seconds: float | None = None,
+    **changes: Any,
+) -> Shrunk:
+    """Return the smallest call that still fails in the same way, with fewer and shorter sequences and heads.
+
+    - ``source``, ``backend``, ``device``: what runs the calls, as for :func:`attnlab.replay_call`. Without
+      them nothing is run: only sequences, rows, heads and blocks of the recorded output are removed.
+    - ``seconds``: after this time, no further call is run.
+    - ``changes``: where the call ran, for example ``platform="sm_90"``. Default: the call's origin.
+
+    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    """
+    judge = Judge(
+        backend=one_backend(source, backend, device), case=Case(**changes), given=tuple(changes)
+    )
+    return shrink(call, judge, seconds=seconds)

@@ -10,7 +10,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.output_file import write_text
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Shown, json_fields
 from attnlab.serving.record import KINDS, Observation, read_records
 from attnlab.show.sheets import html
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
@@ -38,13 +38,7 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the observation as JSON-able values."""
-        return {
-            **self.first.to_dict(),
-            "layers": list(self.layers),
-            "times": self.times,
-            "last_step": self.last_step,
-            "diagnosis": self.diagnosis,
-        }
+        return {**self.first.to_dict(), **json_fields(self, without=("first",))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +52,7 @@ class ProcessRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the process as JSON-able values."""
-        return {
-            "name": self.name,
-            "started": dict(self.started),
-            "counts": dict(self.counts),
-            "worst": self.worst,
-        }
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -106,18 +95,7 @@ class CaptureReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-able values."""
-        return {
-            "folder": self.folder,
-            "is_wrong": self.is_wrong,
-            "has_checked": self.has_checked,
-            "exit_code": self.exit_code,
-            "found": [one.to_dict() for one in self.found],
-            "processes": [one.to_dict() for one in self.processes],
-            "saved": [dict(one) for one in self.saved],
-            "unchecked": dict(self.unchecked),
-            "notes": list(self.notes),
-            "errors": list(self.errors),
-        }
+        return json_fields(self, "is_wrong", "has_checked")
 
 
 NO_PROCESS = (

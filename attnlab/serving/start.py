@@ -1,20 +1,253 @@
-"""Start a capture in a process of vLLM: hook its model runners, its layers and its ops."""
+"""Start a capture in a process of vLLM: its session, and the hooks of model runners, layers and ops.
 
+No method that a hook calls raises: an error is logged once, and the server continues unchanged.
+"""
+
+import atexit
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
+import torch
 
 from attnlab.recorder.arguments import RecordedOp, binder
 from attnlab.recorder.ops import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
-from attnlab.serving.batch import Arguments, LayerCall
-from attnlab.serving.begun_op import BegunOp
+from attnlab.serving.batch import (
+    Arguments,
+    LayerCall,
+    Layers,
+    Step,
+    hook_builder,
+    hook_impl,
+    layers_of,
+    unchecked_slots,
+)
+from attnlab.serving.begun_op import BegunOp, OpCheck
+from attnlab.serving.capture_state import CaptureState, KeptCalls
 from attnlab.serving.record import RecordFile
-from attnlab.serving.session import Session
 from attnlab.serving.settings import CaptureSettings
+from attnlab.serving.slots import FollowedSlots
+
+_LATE = "scale, soft cap, sinks and ALiBi slopes of layers built before the capture began"
+
+
+class Session:
+    """A capture in this process: ``state``, and the ``slots`` of its layers."""
+
+    def __init__(self, settings: CaptureSettings, records: RecordFile) -> None:
+        self.state = CaptureState(settings, records)
+        self.slots = FollowedSlots(self.state)
+        self._check = OpCheck(self.state, self.slots, KeptCalls(records, settings.max_bytes))
+        self._layers: Layers | None = None
+        self._scheduled: Any = None
+        self._is_off = False
+        self._forwards = 0  # before this step
+        atexit.register(self.state.tally.write)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Log and record the first error of the capture."""
+        self.state.failed(what, error)
+
+    # Steps.
+
+    def begin_step(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Begin a step of a model runner: its arguments are those of ``execute_model``."""
+        self.state.step, self._scheduled = None, None
+        if self._is_off:
+            return
+        with self.state.guarded("a step"):
+            scheduled = args[0] if args else kwargs["scheduler_output"]
+            is_dummy = bool(kwargs.get("dummy_run") or (len(args) > 2 and args[2] is True))
+            if is_dummy:
+                return
+            if self._layers is None:
+                self._set_up(runner)
+            if not self._is_off:
+                self.state.requests.update(scheduled)
+                if scheduled.total_num_scheduled_tokens:
+                    self._scheduled = scheduled
+
+    def _set_up(self, runner: Any) -> None:
+        """Find and hook the layers of a runner, before its first step."""
+        config = runner.vllm_config
+        self.state.rank = int(getattr(config.parallel_config, "rank", 0) or 0)
+        self._layers = layers_of(runner)
+        if self.state.settings.rank is not None and self.state.rank not in range(
+            *self.state.settings.rank
+        ):
+            self._is_off = True
+            return
+        for impl_class in {type(known.impl) for known in self._layers}:
+            hook_impl(self, impl_class)
+        for builder_class in self._layers.builders:
+            hook_builder(self, builder_class)
+        self.slots.begin(self._layers, unchecked_slots(runner))
+        late = [known for known in self._layers if known.name not in self.state.constructed]
+        if late:
+            self.state.tally.unchecked[_LATE] += len(late)
+        mode = getattr(config.compilation_config, "cudagraph_mode", None)
+        backends = sorted({type(known.impl).__name__ for known in self._layers})
+        self.state.records.write(
+            "started",
+            {
+                "rank": self.state.rank,
+                "layers": len(self._layers.by_impl),
+                "implementations": backends,
+                "cudagraph_mode": getattr(mode, "name", str(mode)),
+                "settings": self.state.settings.to_json(),
+                "release": self._check.release,
+            },
+        )
+
+    def batch_of_runner(self, runner: Any) -> None:
+        """Take the batch of vLLM's first model runner, which has prepared its inputs."""
+        if self._scheduled is None or self.state.step is not None:
+            return
+        with self.state.guarded("the batch"):
+            names = list(runner.input_batch.req_ids)
+            count = self._scheduled.total_num_scheduled_tokens
+            self._make_step(names, _tensor(runner.input_ids), _tensor(runner.positions), count)
+
+    def batch_of_input(self, batch: Any) -> None:
+        """Take the batch of vLLM's second model runner: an InputBatch."""
+        if self._scheduled is None or self.state.step is not None:
+            return
+        with self.state.guarded("the batch"):
+            count = self._scheduled.total_num_scheduled_tokens
+            self._make_step(list(batch.req_ids), batch.input_ids, batch.positions, count)
+
+    def _make_step(
+        self, names: list[str], ids: torch.Tensor, positions: torch.Tensor, count: int
+    ) -> None:
+        tokens, at = (one[:count].cpu().numpy().astype(np.int64) for one in (ids, positions))
+        scheduled = self._scheduled.num_scheduled_tokens
+        lens = np.array([scheduled[name] for name in names], np.int64)
+        ends = np.cumsum(lens)
+        first, last = at[ends - lens], at[ends - 1]
+        rows = [self.state.requests[name] for name in names]
+        for request, start, end, length in zip(rows, first, ends, lens, strict=True):
+            request.set_tokens(int(start), tokens[end - length : end])
+        number = self.state.tally.counts["steps"]
+        self.state.tally.counts["steps"] += 1
+        self.state.tally.counts["tokens"] += count
+        numbers = np.zeros(count, np.int64)
+        with self.slots.guarded():
+            numbers = self.slots.tokens_of(number, rows, first, lens)
+        self.state.step = Step(
+            number=number, requests=rows, query_lens=lens, seq_lens=last + 1, tokens=numbers
+        )
+        self.state.metadata = {}
+
+    def end_step(self) -> None:
+        """End a step: follow the slots of layers that ran inside a full CUDA graph."""
+        step = self.state.step
+        if step is not None and self._layers is not None:
+            if self.state.tally.counts["forwards"] == self._forwards:
+                self.state.tally.counts["graph_steps"] += 1
+                with self.slots.guarded():
+                    self.slots.follow_graph(step)
+            self._forwards = self.state.tally.counts["forwards"]
+            self.state.tally.write_sometimes()
+        self.state.step = self._scheduled = None
+
+    # The batch's metadata, and what a layer asked for.
+
+    def built(self, builder: Any, arguments: Arguments) -> None:
+        """Take the metadata that a builder gets for its layers."""
+        if self.state.step is None:
+            return
+        with self.state.guarded("metadata"):
+            common = arguments()["common_attn_metadata"]
+            size = int(builder.kv_cache_spec.block_size)
+            for name in builder.layer_names:
+                self.state.metadata.setdefault(name, (common, size))
+
+    def asked(self, layer: Any, constructor: Any, args: Any, kwargs: Any) -> None:
+        """Note the arguments of a layer's constructor."""
+        with self.state.guarded("a layer"):
+            given = inspect.signature(constructor).bind(layer, *args, **kwargs)
+            given.apply_defaults()
+            found = {**given.arguments, **given.arguments.get("extra_impl_args", {})}
+            self.state.constructed[layer.layer_name] = found
+
+    # Calls of layers.
+
+    def current(self) -> LayerCall | None:
+        """Return the layer's call that runs in this thread; None inside attnlab."""
+        return self.state.call
+
+    def layer_begins(self, impl: Any, method: str) -> LayerCall | None:
+        """Begin a call of a layer; None if it is not checked."""
+        if self.state.step is None or self._layers is None or self.current() is not None:
+            return None
+        known = self._layers.by_impl.get(id(impl))
+        if known is None or torch.compiler.is_compiling():
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        call = self.state.call = LayerCall(known=known, method=method)
+        return call
+
+    def layer_left(self, call: LayerCall) -> None:
+        """End a call of a layer, also after an error."""
+        self.state.call = None
+
+    def layer_ended(self, call: LayerCall, arguments: Arguments) -> None:
+        """Check what no op in the layer's call has shown."""
+        step = self.state.step
+        if step is None:
+            return
+        if call.method == "do_kv_cache_update":
+            if not call.writes and call.known.is_decoder:
+                with self.slots.guarded():
+                    self.slots.wrote(call.known, step, arguments()["slot_mapping"])
+            return
+        self.state.tally.counts["forwards"] += 1
+        if not call.ops and call.known.name in self.state.metadata:
+            backend = type(call.known.impl).__name__
+            self.state.tally.unchecked[
+                f"values and arguments of {backend}.{call.method}: no known op"
+            ] += 1
+            with self.slots.guarded():
+                if not hasattr(call.known.impl, "do_kv_cache_update") and not call.writes:
+                    mapping = self.state.metadata[call.known.name][0].slot_mapping
+                    self.slots.wrote(call.known, step, mapping)
+                self.slots.read_by_metadata(call.known, step)
+
+    # Calls of ops.
+
+    def op_begins(self, call: LayerCall, op: RecordedOp, arguments: Arguments) -> BegunOp | None:
+        """Begin a call of an op."""
+        begun = None
+        with self.state.guarded(op.name):
+            begun = self._check.begin(call, op, arguments())
+        return begun
+
+    def op_ended(self, call: LayerCall, begun: BegunOp, result: Any) -> None:
+        """Check a call of an op that has returned."""
+        if self.state.step is not None:
+            with self.state.guarded(begun.op.name):
+                call.ops += 1
+                self._check.end(call, begun, result, self.state.step)
+
+    def op_wrote(self, call: LayerCall, arguments: Arguments) -> None:
+        """Follow a cache write."""
+        if self.state.step is not None and call.known.is_decoder:
+            with self.slots.guarded():
+                call.writes += 1
+                self.slots.wrote(call.known, self.state.step, arguments()["slot_mapping"])
+
+
+def _tensor(buffer: Any) -> torch.Tensor:
+    """Return the device tensor of one of vLLM's buffers, or the tensor itself."""
+    found: torch.Tensor = getattr(buffer, "gpu", buffer)
+    return found
+
 
 # Wrappers of ops: inside a layer's call, they report the op's arguments to the session.
 
@@ -43,18 +276,7 @@ WRITE_OPS = frozenset(
 )
 
 
-class OpHooks(Protocol):
-    """What the wrappers of ops call."""
-
-    def current(self) -> LayerCall | None: ...
-    def op_begins(
-        self, call: LayerCall, op: RecordedOp, arguments: Arguments
-    ) -> BegunOp | None: ...
-    def op_ended(self, call: LayerCall, begun: BegunOp, result: Any) -> None: ...
-    def op_wrote(self, call: LayerCall, arguments: Arguments) -> None: ...
-
-
-def attention_wrapper(session: OpHooks, op: RecordedOp, original: Function) -> Function:
+def attention_wrapper(session: Session, op: RecordedOp, original: Function) -> Function:
     """Return a function that makes the call and lets the session check it."""
     bind = binder(signature_of(op, original))
 
@@ -76,7 +298,7 @@ def attention_wrapper(session: OpHooks, op: RecordedOp, original: Function) -> F
     return checking
 
 
-def write_wrapper(session: OpHooks, original: Function) -> Function:
+def write_wrapper(session: Session, original: Function) -> Function:
     """Return a function that makes the cache write and reports its slot_mapping."""
     signature = inspect.signature(original)
 

@@ -63,7 +63,7 @@ def other_case(case: Case) -> Case | None:
     It has context lengths at and around multiples of blocks and tiles, and scales that are no powers of two.
     """
     lengths = case.lengths
-    decodes, prefills = (any(test(n) for n in lengths.query_lens) for test in (_is_one, _is_more))
+    decodes, prefills = 1 in lengths.query_lens, max(lengths.query_lens) > 1
     size, window = case.block_size, case.sliding_window
     far = min(max(lengths.seq_lens), 600) + 3
     pairs: list[tuple[int, int]] = []
@@ -104,14 +104,6 @@ def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
         return None
     longest = max(query + ctx for query, ctx in pairs)
     return max(case.max_blocks_per_seq, -(-longest // case.block_size))
-
-
-def _is_one(length: int) -> bool:
-    return length == 1
-
-
-def _is_more(length: int) -> bool:
-    return length > 1
 
 
 # UsableRows: the finite rows of a measurement, and what belongs to them.
@@ -287,7 +279,10 @@ class SecondCase:
     def confirmed(self, search: Found, faults: ValueFaults) -> tuple[Found, bool | None]:
         """Return the descriptions that predict the other case's weights, and whether there was one."""
         first = search.descriptions[0]
-        every_head = any(_is_by_head(one) for one in search.descriptions) or faults.is_rule
+        every_head = (
+            any(isinstance(r, HeadScore | HeadGain) for d in search.descriptions for r in d.rules)
+            or faults.is_rule
+        )
         found = self.examined(first.scope.heads, every_head=every_head)
         if found is None:
             return search, None
@@ -311,10 +306,6 @@ class SecondCase:
         found = with_elements(found, faults.elements)
         rows: torch.Tensor = predicts_values(found.setup, found.measurement, faults)
         return bool(rows[found.measurement.finite].all())
-
-
-def _is_by_head(one: Description) -> bool:
-    return any(isinstance(rule, HeadScore | HeadGain) for rule in one.rules)
 
 
 _NOTHING = Found(descriptions=(), tried=0)

@@ -30,7 +30,7 @@ class KeyTimes(Rule):
     of: str = "both"
 
     @property
-    def complexity(self) -> int:  # type: ignore[override]
+    def complexity(self) -> int:
         edges = (self.begin, self.end)
         one_part = self.part != "all" and self.begin.feature == "window"
         return (
@@ -152,7 +152,7 @@ class ZeroKeys(Rule):
     part: str = "cache"
 
     @property
-    def complexity(self) -> int:  # type: ignore[override]
+    def complexity(self) -> int:
         return 1 + bool(self.end.up or self.end.down) + bool(self.end.within)
 
     def apply(self, plan: Plan) -> Plan:
@@ -353,7 +353,7 @@ class OtherSlots(Rule):
     begin: Edge = _START
 
     @property
-    def complexity(self) -> int:  # type: ignore[override]
+    def complexity(self) -> int:
         parts = (
             self.row != "own",
             self.column,

@@ -4,10 +4,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from typing import Any
 
 import torch
 
+from attnlab.case.shown import json_fields
 from attnlab.weights.plan import Plan, right_plan
 from attnlab.weights.setup import AttentionSetup, one_number
 
@@ -17,7 +19,14 @@ PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
 class Rule(ABC):
     """A change of a Plan that depends on the setup only, so that it predicts other calls, too."""
 
-    complexity: int = 1  # of two rules that fit, the one with the lower number is stated
+    @property
+    def complexity(self) -> int:
+        """Return a number: of two rules that fit, the one with the lower number is stated.
+
+        A rule about a part of the keys has one more, and so has one with a fitted number.
+        """
+        is_fitted = not getattr(self, "factor", _NAMED).name
+        return 1 + (getattr(self, "part", "all") != "all") + is_fitted
 
     @abstractmethod
     def apply(self, plan: Plan) -> Plan:
@@ -81,10 +90,6 @@ class Edge:
         return words + (" (inside its tile)" if self.within else "")
 
 
-def _cache_end(setup: AttentionSetup) -> torch.Tensor:
-    return torch.minimum(setup.cached, setup.position + 1)
-
-
 def _window(setup: AttentionSetup) -> torch.Tensor:
     window = setup.call.sliding_window
     return setup.position - window + 1 if window else torch.zeros_like(setup.position)
@@ -93,7 +98,7 @@ def _window(setup: AttentionSetup) -> torch.Tensor:
 _FEATURES: dict[str, Callable[[AttentionSetup], torch.Tensor]] = {
     "start": lambda setup: torch.zeros_like(setup.position),
     "context": lambda setup: setup.ctx_len,
-    "cache end": _cache_end,
+    "cache end": lambda setup: torch.minimum(setup.cached, setup.position + 1),
     "row": lambda setup: setup.position + 1,
     "sequence": lambda setup: setup.seq_len,
     "window": _window,
@@ -125,12 +130,9 @@ class Constant:
         return self.name or f"{self.number:.4g}"
 
 
-def _head_size(setup: AttentionSetup) -> float:
-    return float(setup.call.query.shape[2])
-
-
-def _num_heads(setup: AttentionSetup) -> float:
-    return float(setup.call.query.shape[1])
+def _sizes(setup: AttentionSetup) -> tuple[float, float]:
+    """Return head_size and num_heads."""
+    return float(setup.call.query.shape[2]), float(setup.call.query.shape[1])
 
 
 def _k(setup: AttentionSetup) -> float:
@@ -141,6 +143,7 @@ def _v(setup: AttentionSetup) -> float:
     return one_number(setup.call.v_scale)
 
 
+_NAMED = Constant("2")
 CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {
     "log2(e)": lambda setup: math.log2(math.e),
     "ln(2)": lambda setup: math.log(2),
@@ -156,10 +159,10 @@ CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {
     "k_scale/v_scale": lambda setup: _k(setup) / _v(setup),
     "sm_scale": lambda setup: setup.sm_scale,  # first, because its default is 1/sqrt(head_size)
     "1/sm_scale": lambda setup: 1 / setup.sm_scale,
-    "sqrt(head_size)": lambda setup: _head_size(setup) ** 0.5,
-    "1/sqrt(head_size)": lambda setup: _head_size(setup) ** -0.5,
-    "sqrt(head_size/num_heads)": lambda setup: (_head_size(setup) / _num_heads(setup)) ** 0.5,
-    "1/(sm_scale*sqrt(head_size))": lambda setup: 1 / (setup.sm_scale * _head_size(setup) ** 0.5),
+    "sqrt(head_size)": lambda setup: _sizes(setup)[0] ** 0.5,
+    "1/sqrt(head_size)": lambda setup: _sizes(setup)[0] ** -0.5,
+    "sqrt(head_size/num_heads)": lambda setup: truediv(*_sizes(setup)) ** 0.5,
+    "1/(sm_scale*sqrt(head_size))": lambda setup: 1 / (setup.sm_scale * _sizes(setup)[0] ** 0.5),
 }
 
 
@@ -255,13 +258,8 @@ class Description:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description as values of JSON."""
-        return {
-            "text": self.text,
-            "rules": [{"rule": type(rule).__name__, "text": rule.text} for rule in self.rules],
-            "kernels": None if self.scope.kernels is None else list(self.scope.kernels),
-            "heads": None if self.scope.heads is None else list(self.scope.heads),
-            "seqs": None if self.scope.seqs is None else list(self.scope.seqs),
-        }
+        rules = [{"rule": type(rule).__name__, "text": rule.text} for rule in self.rules]
+        return {"text": self.text, "rules": rules, **json_fields(self.scope)}
 
 
 def numbers(found: Sequence[int], most: int = 6) -> str:

@@ -35,10 +35,6 @@ class ScoreFactor(Rule):
     factor: Constant
     part: str = "all"
 
-    @property
-    def complexity(self) -> int:  # type: ignore[override]
-        return 1 + (self.part != "all") + (not self.factor.name)
-
     def apply(self, plan: Plan) -> Plan:
         value = self.factor.of(plan.setup)
         return plan.change(factor=_factors(self.part, plan.factor, value))
@@ -55,10 +51,6 @@ class Power(Rule):
     """The exponential is taken of a multiple of the whole logit, ALiBi and soft cap included."""
 
     factor: Constant
-
-    @property
-    def complexity(self) -> int:  # type: ignore[override]
-        return 1 + (not self.factor.name)
 
     def apply(self, plan: Plan) -> Plan:
         return plan.change(power=plan.power * self.factor.of(plan.setup))
@@ -77,10 +69,6 @@ class AlibiFactor(Rule):
     """ALiBi's bias has another factor."""
 
     factor: Constant
-
-    @property
-    def complexity(self) -> int:  # type: ignore[override]
-        return 1 + (not self.factor.name)
 
     def apply(self, plan: Plan) -> Plan:
         if plan.slopes is None:
@@ -116,7 +104,7 @@ class Softcap(Rule):
     factor: Constant = _ONE
 
     @property
-    def complexity(self) -> int:  # type: ignore[override]
+    def complexity(self) -> int:
         return 1 + (self.factor != _ONE) + (not self.factor.name)
 
     def apply(self, plan: Plan) -> Plan:
@@ -181,7 +169,7 @@ class NotRescaled(Rule):
     factor: Constant
 
     @property
-    def complexity(self) -> int:  # type: ignore[override]
+    def complexity(self) -> int:
         return 1 + (self.factor.name != "0") + _is_part(self.rescale)
 
     def apply(self, plan: Plan) -> Plan:
@@ -222,7 +210,7 @@ class LoopBase(Rule):
     factor: Constant
 
     @property
-    def complexity(self) -> int:  # type: ignore[override]
+    def complexity(self) -> int:
         return 2 + _is_part(self.rescale)
 
     def apply(self, plan: Plan) -> Plan:
@@ -285,10 +273,6 @@ class Gain(Rule):
     factor: Constant
     part: str = "all"
 
-    @property
-    def complexity(self) -> int:  # type: ignore[override]
-        return 1 + (self.part != "all") + (not self.factor.name)
-
     def apply(self, plan: Plan) -> Plan:
         return plan.change(gain=_factors(self.part, plan.gain, self.factor.of(plan.setup)))
 
@@ -313,9 +297,7 @@ class HeadScore(Rule):
 
     def apply(self, plan: Plan) -> Plan:
         found = _by_head(self.factors, plan)
-        return plan.change(
-            head_factor=found if plan.head_factor is None else plan.head_factor * found
-        )
+        return plan.change(head_factor=_product(plan.head_factor, found))
 
     @property
     def text(self) -> str:
@@ -333,14 +315,17 @@ class HeadGain(Rule):
     complexity = 3
 
     def apply(self, plan: Plan) -> Plan:
-        found = _by_head(self.factors, plan)
-        return plan.change(head_gain=found if plan.head_gain is None else plan.head_gain * found)
+        return plan.change(head_gain=_product(plan.head_gain, _by_head(self.factors, plan)))
 
     @property
     def text(self) -> str:
         return (
             f"the output is multiplied by a further constant for each head: {_text(self.factors)}"
         )
+
+
+def _product(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if one is None else one * other
 
 
 def _by_head(factors: Factors, plan: Plan) -> torch.Tensor:

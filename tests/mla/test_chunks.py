@@ -1,9 +1,10 @@
 """The chunks of a context: every token once, and within the limits of each plan."""
 
 import pytest
+from helpers.drawn_cases import draw_cases
 
 from attnlab.mla.faults import chunks_of
-from attnlab.mla.mla_case import CHUNKINGS, PREFILL, MlaCase, draw_cases
+from attnlab.mla.mla_case import CHUNKINGS, PREFILL, MlaCase
 
 DRAWN = list(draw_cases(PREFILL, 30))
 CASES = [case.replace(chunking=one, empty_lse="-inf") for one in CHUNKINGS for case in DRAWN]

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from helpers.drawn_cases import draw_cases
 
 from attnlab.case.errors import InvalidCase
 from attnlab.mla.faults import MLA_FAULTS, SOUND, faults_of
-from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, MLA_VARIANTS, PATHS, MlaCase, draw_cases
+from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, MLA_VARIANTS, PATHS, MlaCase
 from attnlab.mla.ops import ModelOps
 from attnlab.mla.partial import Partial, make_inputs
-from attnlab.mla.paths import _projected
-from attnlab.mla.run import compared, run_path
+from attnlab.mla.run import _projected, compared, run_path
 
 ONE = (1, 1, 1)
 # A case on which each fault changes the output by more than rounding.

@@ -1,9 +1,10 @@
 """MLA paths on vLLM's Triton ops under the interpreter, with faults planted in copies of its source."""
 
 import pytest
+from helpers.drawn_cases import draw_cases
 from helpers.sources import needs_triton, of_release
 
-from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, PATHS, MlaCase, draw_cases
+from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, PATHS, MlaCase
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
 from attnlab.study.mla_chain import MLA_EDITS, edited_ops

@@ -16,7 +16,7 @@ from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.source import find_source
 from attnlab.recorder.failing_side import Comparison, judge, output_matches
 from attnlab.replay.replay_call import expected_of
-from attnlab.serving.value_check import check_values
+from attnlab.serving.begun_op import check_values
 from attnlab.tensors.quantised import in_numbers
 
 pytestmark = [needs_triton, pytest.mark.releases]

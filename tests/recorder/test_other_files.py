@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 import attnlab
 from attnlab.case.errors import InvalidCall
-from attnlab.recorder.dumps import _parameters, parse_names
-from attnlab.recorder.dumps import read_call_file as read_call
+from attnlab.recorder.dumps import _parameters, parse_names, read_call
 
 NAMES = "query=q,key_cache=k_cache,value_cache=v_cache,output=out,query_start_loc=cu_seqlens_q"
 MAP = ["--map", NAMES, "--op", "unified_attention"]

@@ -18,9 +18,8 @@ from attnlab.kernels.vllm.source import find_source
 from attnlab.recorder.ops import vllm_ops
 from attnlab.serving.begun_op import intent_of_layer
 from attnlab.serving.record import RecordFile, read_records
-from attnlab.serving.session import Session
 from attnlab.serving.settings import CaptureSettings
-from attnlab.serving.start import attention_wrapper
+from attnlab.serving.start import Session, attention_wrapper
 
 MODULE = "vllm.v1.attention.ops.triton_decode_attention"
 LATENT, ROPE, HEADS, SIZE = 256, 32, 4, 16  # the op's smallest MLA: keys of 288, values of 256

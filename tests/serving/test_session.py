@@ -8,8 +8,8 @@ import torch
 from helpers.fake_vllm import BLOCK, Impl, new_request, runner, scheduled
 
 from attnlab.serving.record import RecordFile, read_records
-from attnlab.serving.session import Session
 from attnlab.serving.settings import CaptureSettings
+from attnlab.serving.start import Session
 
 LAYERS = ("layers.0.attn", "layers.1.attn")
 

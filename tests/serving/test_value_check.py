@@ -10,16 +10,16 @@ from attnlab.case.case import Case
 from attnlab.case.masks import MASKS
 from attnlab.lab.lab import Lab
 from attnlab.serving.batch import Request, Step
-from attnlab.serving.value_check import (
+from attnlab.serving.begun_op import (
     RowsOfOp,
     check_values,
     not_finite,
-    ranges,
     sampled_heads,
     sampled_rows,
     wrong_values,
 )
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.rule import numbers
 
 CASE = Case(
     op="unified_attention",
@@ -136,4 +136,4 @@ def test_sampled_heads_are_of_neighbouring_kv_heads():
 
 
 def test_ranges_as_text():
-    assert ranges((0, 1, 2, 3, 7, 9, 10)) == "0–3, 7, 9–10"
+    assert numbers((0, 1, 2, 3, 7, 9, 10)) == "0–3, 7, 9–10"

@@ -226,16 +226,13 @@ def _run_native(arguments: dict[str, Any], output: torch.Tensor) -> None:
         raise Unavailable("there is no AMD GPU with a vLLM that was built for it")
     arguments = {**arguments, "exp_sum": arguments["exp_sums"]}
     given = {
-        argument.name: _on_gpu(arguments[argument.name])
+        argument.name: value.to("cuda") if isinstance(value, torch.Tensor) else value
         for argument in op._schema.arguments
         if argument.name in arguments or not argument.has_default_value()
+        for value in (arguments[argument.name],)
     }
     try:
         op(**given)
     except RuntimeError as error:
         raise KernelRejected(str(error).splitlines()[0]) from error
     output.copy_(given["out"])
-
-
-def _on_gpu(value: Any) -> Any:
-    return value.to("cuda") if isinstance(value, torch.Tensor) else value

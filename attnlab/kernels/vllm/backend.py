@@ -9,7 +9,8 @@ platform is not emulated.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -90,6 +91,18 @@ def explained(error: Exception, op: str, source: Source) -> AttnLabError:
     ):  # raised by Triton, or by the op's arithmetic
         return KernelFailed(one_line(error))
     return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
+
+
+@contextmanager
+def calling(op: str, source: Source, plan: LaunchPlan | None = None) -> Iterator[None]:
+    """Call an op of a source in the block, with a plan of its launches; translate what it raises."""
+    try:
+        with launching(plan or LaunchPlan()):
+            yield
+    except AttnLabError:
+        raise
+    except Exception as error:
+        raise explained(error, op, source) from error
 
 
 def is_compile_failure(error: BaseException) -> bool:
@@ -403,18 +416,14 @@ def run(
         watched=Watched.of(moved) if watch else None,
     )
     try:
-        with launching(plan):
+        with calling(call.op, source, plan):
             function(**passed.arguments)
-        if passed.finish is None:
-            OP_CALLS[call.op].finish(moved, passed.arguments)
-        else:
-            passed.finish(moved.buffer)
-        lse = OP_CALLS[call.op].lse(passed.arguments)
-        plan.observed.lse = None if lse is None else lse.cpu()
-    except AttnLabError:
-        raise
-    except Exception as error:
-        raise explained(error, call.op, source) from error
+            if passed.finish is None:
+                OP_CALLS[call.op].finish(moved, passed.arguments)
+            else:
+                passed.finish(moved.buffer)
+            lse = OP_CALLS[call.op].lse(passed.arguments)
+            plan.observed.lse = None if lse is None else lse.cpu()
     finally:
         loaded.dispatch.use_custom = False
         call.buffer.copy_(moved.buffer[: len(call.buffer)])

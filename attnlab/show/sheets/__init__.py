@@ -34,7 +34,7 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.decode_error.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
     "attnlab.weights.xray.XRay": "attnlab.show.sheets.conclusions.xray",
-    "attnlab.lab.writes.check_write.WriteReport": "attnlab.show.sheets.conclusions.write_report",
+    "attnlab.lab.writes.WriteReport": "attnlab.show.sheets.conclusions.write_report",
     "attnlab.mla.run.MlaResult": "attnlab.show.sheets.conclusions.mla_result",
     "attnlab.mla.run.MlaReport": "attnlab.show.sheets.conclusions.mla_report",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",

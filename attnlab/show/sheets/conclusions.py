@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
     from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
-    from attnlab.lab.writes.check_write import WriteReport
+    from attnlab.lab.writes import WriteReport
     from attnlab.mla.run import MlaReport, MlaResult
     from attnlab.mutation.power import MutationReport
     from attnlab.show.notebook import Verdict, Verdicts

@@ -25,8 +25,7 @@ from attnlab.diagnosis.distinction import run_again
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.run import stage_table
-from attnlab.lab.writes.check_write import WriteReport, WriteResult
-from attnlab.lab.writes.write_case import WriteCase
+from attnlab.lab.writes import WriteCase, WriteReport, WriteResult
 from attnlab.mla.run import MlaReport, VariantResult
 from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.reports.notebook_result import Change, Outcome, Results

@@ -1,15 +1,21 @@
-"""WriteCase: a write of new tokens to a paged cache in one of vLLM's further formats, and its inputs."""
+"""Cache writes in vLLM's further formats: cases, the bytes that they must store, and their check."""
 
-import random
+import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.lab.cache_write import numbers_of
+from attnlab.case.shown import Shown, json_fields
+from attnlab.kernels.cuda.backend import cache_ops, has_source
+from attnlab.kernels.vllm.backend import calling, load
+from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.lab.cache_write import half_away, nibble, stored_numbers_of
 from attnlab.tensors.formats import FORMATS, ElementFormat, read_format
 
 INT8, FP8, INT4 = PER_TOKEN_HEAD = (
@@ -81,45 +87,32 @@ class WriteCase:
         for name in ("k_scale", "v_scale"):
             if not 0 < getattr(self, name) < float("inf"):
                 refuse(name, "a positive finite number", getattr(self, name))
-        self._check_format()
+        for name, is_wrong, needed in self._rules():
+            if is_wrong:
+                refuse(name, f"{needed} with {self.cache_format}", getattr(self, name))
 
-    def _check_format(self) -> None:
-        """Refuse what a format does not have."""
-        has_own_dtype = self.cache_format in (*PER_TOKEN_HEAD, DS_LATENT)
-        if self.kv_cache_dtype != "auto" and has_own_dtype:
-            refuse("kv_cache_dtype", f"auto with {self.cache_format}", self.kv_cache_dtype)
-        if self.cache_format == INT4 and (self.head_size % 2 or self.value_size % 2):
-            refuse("head_size", "even with INT4, as value_size", self.head_size)
-        if self.cache_format in (LATENT, DS_LATENT) and self.num_kv_heads != 1:
-            refuse("num_kv_heads", f"1 with {self.cache_format}", self.num_kv_heads)
-        if self.gap % 16:
-            refuse("gap", "a multiple of 16", self.gap)
-        if self.first_block and self.cache_format not in CUDA_FORMATS:
-            refuse("first_block", f"0 with {self.cache_format}", self.first_block)
-        if self.slot_gap and self.cache_format not in (LATENT, DS_LATENT, NHD):
-            refuse("slot_gap", f"0 with {self.cache_format}", self.slot_gap)
-        if self.cache_format in PLAIN and self.value_size != self.head_size:
-            refuse("value_size", f"head_size with {self.cache_format}", self.value_size)
-        if self.cache_format == X_SPLIT:
-            self._check_x_split()
-        if self.cache_format == DS_LATENT:
-            self._check_ds()
-
-    def _check_x_split(self) -> None:
-        if self.gap:
-            refuse("gap", "0 with x-split, which has no strides", self.gap)
-        if self.head_size % self.x:
-            refuse("head_size", f"a multiple of {self.x} with x-split", self.head_size)
-
-    def _check_ds(self) -> None:
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield fields, whether the format does not have their value, and which it has."""
+        kind, sizes = self.cache_format, (self.head_size, self.value_size)
+        is_latent, is_ds, is_split = kind in (LATENT, DS_LATENT), kind == DS_LATENT, kind == X_SPLIT
+        has_own_dtype = is_ds or kind in PER_TOKEN_HEAD
+        yield "kv_cache_dtype", has_own_dtype and self.kv_cache_dtype != "auto", "auto"
+        is_odd = kind == INT4 and any(size % 2 for size in sizes)
+        yield "head_size", is_odd, "even, as value_size,"
+        yield "num_kv_heads", is_latent and self.num_kv_heads != 1, "1"
+        yield "gap", self.gap % 16 > 0 and not is_split, "a multiple of 16"
+        yield "gap", is_split and self.gap > 0, "0, as there are no strides,"
+        yield "first_block", self.first_block > 0 and kind not in CUDA_FORMATS, "0"
+        has_slot_gap = is_latent or kind == NHD
+        yield "slot_gap", self.slot_gap > 0 and not has_slot_gap, "0"
+        yield "value_size", kind in PLAIN and len({*sizes}) > 1, "head_size"
+        is_cut = is_split and self.head_size % self.x > 0
+        yield "head_size", is_cut, f"a multiple of {self.x if is_split else 16}"
         for name, size in DS_SIZES.items():
-            if getattr(self, name) != size:
-                refuse(name, f"{size} with {DS_LATENT}", getattr(self, name))
-        if self.dtype == "float32":
-            refuse("dtype", f"of 16 bits with {DS_LATENT}", self.dtype)
+            yield name, is_ds and getattr(self, name) != size, f"{size}"
+        yield "dtype", is_ds and self.dtype == "float32", "of 16 bits"
         for name in ("token_gap", "slot_gap"):
-            if getattr(self, name) % 16:
-                refuse(name, f"a multiple of 16 with {DS_LATENT}", getattr(self, name))
+            yield name, is_ds and getattr(self, name) % 16 > 0, "a multiple of 16"
 
     @property
     def x(self) -> int:
@@ -244,10 +237,7 @@ def by_slot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-Arguments = dict[str, Any]
-
-
-# Cache writes that are hostile to the ops of further formats, and random ones.
+# Cache writes that are hostile to the ops of further formats.
 
 _REASONS: dict[str, dict[str, Any]] = {
     "pages with gaps, and tokens without a slot": {},
@@ -334,58 +324,6 @@ def _page(case: WriteCase) -> int:
     return page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
 
 
-def draw_writes(cache_format: str, count: int, seed: int = 0) -> Iterator[WriteCase]:
-    """Yield random writes in a format."""
-    draw = random.Random(f"{cache_format} {seed}")
-    for i in range(count):
-        is_cuda = cache_format in CUDA_FORMATS
-        is_fp8 = (is_cuda or cache_format == DIFFKV) and draw.random() < 0.5
-        fields: dict[str, Any] = {
-            "num_tokens": draw.randint(1, 24),
-            "num_kv_heads": 1 if cache_format == LATENT else draw.randint(1, 4),
-            "head_size": draw.choice((16, 24, 64)),
-            "value_size": draw.choice((16, 48, 64)),
-            "block_size": draw.choice((1, 8, 16)),
-            "kv_cache_dtype": "fp8" if is_fp8 else "auto",
-            "k_scale": draw.choice((0.25, 1.0, 3.0)) if is_fp8 else 1.0,
-            "v_scale": draw.choice((0.5, 2.0)) if is_fp8 else 1.0,
-            "gap": draw.choice((0, 16, 64)),
-            "spread": draw.choice((1e-3, 1.0, 30.0)),
-            "dtype": draw.choice(("float16", "float32")),
-            "seed": seed * count + i,
-        }
-        if is_cuda:
-            fields |= _drawn_for_cuda(draw, cache_format, is_fp8)
-        yield WriteCase(cache_format=cache_format, **fields)
-
-
-def _drawn_for_cuda(draw: random.Random, cache_format: str, is_fp8: bool) -> dict[str, Any]:
-    """Return fields of a random write by a CUDA op, which has further ones."""
-    fields: dict[str, Any] = {
-        "block_size": draw.choice((1, 8, 12, 16, 33)),
-        "dtype": draw.choice(("float16", "bfloat16", "float32")),
-        "kv_cache_dtype": draw.choice(("fp8", "fp8_e4m3", "fp8_e5m2")) if is_fp8 else "auto",
-        "token_gap": draw.choice((0, 1, 16, 64)),
-        "padding": draw.choice((0, 0, 2)),
-    }
-    if cache_format == LATENT:
-        fields |= {"num_kv_heads": 1, "head_size": draw.choice((5, 64, 512))}
-        fields["value_size"] = draw.choice((1, 16, 64))
-    if cache_format == DS_LATENT:
-        fields |= {"num_kv_heads": 1, "dtype": "bfloat16", "kv_cache_dtype": "auto", **DS_SIZES}
-        fields["token_gap"] = draw.choice((0, 16, 64))
-    if cache_format in PLAIN:
-        sizes = (16, 48, 64) if cache_format == X_SPLIT else (20, 32, 64, 96)
-        fields["head_size"] = fields["value_size"] = draw.choice(sizes)
-        if cache_format == HND:  # fewer than 32 elements of a token never end
-            fields["num_kv_heads"] = draw.randint(2, 4)
-    if cache_format in (NHD, LATENT, DS_LATENT):
-        fields["slot_gap"] = draw.choice((0, 16))
-    if cache_format == X_SPLIT:
-        fields["gap"] = 0
-    return fields
-
-
 # What a cache must hold after a write in a further format, and how far each number may be off.
 #
 # Scale per token and head (int8 and FP8). The scale is the largest magnitude divided by the largest number
@@ -400,7 +338,7 @@ def _drawn_for_cuda(draw: random.Random, cache_format: str, is_fp8: bool) -> dic
 # way.
 #
 # Diffkv, MLA and the layouts of reshape_and_cache: see :mod:`attnlab.lab.cache_write`. MLA has one scale
-# for both parts. fp8_ds_mla: see :mod:`attnlab.lab.writes.write_case`.
+# for both parts. fp8_ds_mla: see :mod:`attnlab.lab.writes`.
 
 _QUOTIENT = 2.0**-20  # relative error of a quotient whose divisor is a rounded quotient, in float32
 _SCALE, _PACKED_SCALE = 2.0**-22, 2.0**-19
@@ -443,11 +381,8 @@ def scale_of_half(case: WriteCase, is_key: bool) -> float:
 
 def plain_numbers(new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat) -> Stored:
     """Return what tokens become in a format; FP8 numbers are divided by ``scale``."""
-    stored = numbers_of(new, scale, format)
-    if not format.is_fp8:
-        return Stored(numbers=stored, bound=torch.zeros_like(stored))
-    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-_QUOTIENT, _QUOTIENT)]
-    return Stored(numbers=stored, bound=torch.maximum(*((side - stored).abs() for side in sides)))
+    numbers, bound = stored_numbers_of(new, scale, format, _QUOTIENT)
+    return Stored(numbers=numbers, bound=bound)
 
 
 def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
@@ -456,7 +391,7 @@ def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
 
     def rounded(quotient: torch.Tensor) -> torch.Tensor:
         if case.cache_format == INT8:
-            return _half_away(quotient).clamp(-128, 127)
+            return half_away(quotient).clamp(-128, 127)
         return quotient.clamp(-most, most).to(case.element).double()
 
     stored = _with_sides(new / scale[..., None], rounded)
@@ -466,9 +401,9 @@ def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
 def _int4(new: torch.Tensor) -> ExpectedHalf:
     least, most = new.amin(-1), new.amax(-1)
     scale = ((most - least) / 15).clamp(min=_LEAST)
-    zero = _with_sides(-least / scale, _nibble)
+    zero = _with_sides(-least / scale, nibble)
     # A zero point next to a boundary moves every number of the token by one.
-    each = _with_sides(new / scale[..., None] + zero.numbers[..., None], _nibble)
+    each = _with_sides(new / scale[..., None] + zero.numbers[..., None], nibble)
     stored = Stored(numbers=each.numbers, bound=each.bound + zero.bound[..., None])
     return ExpectedHalf(
         stored=stored, scale=Stored(numbers=scale, bound=scale * _PACKED_SCALE), zero=zero
@@ -483,22 +418,13 @@ def _with_sides(quotient: torch.Tensor, rounded: Callable[[torch.Tensor], torch.
     return Stored(numbers=numbers, bound=torch.maximum(*((one - numbers).abs() for one in sides)))
 
 
-def _half_away(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers rounded to integers, halves away from zero."""
-    return torch.where(numbers >= 0, numbers + 0.5, numbers - 0.5).trunc()
-
-
-def _nibble(numbers: torch.Tensor) -> torch.Tensor:
-    return _half_away(numbers).clamp(0, 15)
-
-
 # The cache format fp8_ds_mla: what a slot must hold.
 #
 # A slot has 512 latent numbers in FP8 e4m3, four float32 scales, one for each 128 of them, and 64 rotary
 # numbers as they are. A reader multiplies each number by the stored scale. So a scale is right if no number
 # is clipped and at most one bit is lost: it is between m = largest magnitude / 448 and 2 × max(m, 1e-4),
 # within 2⁻²². 0.11.2 stores m, 0.33.0 the next power of two of max(m, 1e-4). A number is right if it is the
-# token's divided by the stored scale, as :func:`attnlab.lab.writes.write_case.plain_numbers`.
+# token's divided by the stored scale, as :func:`attnlab.lab.writes.plain_numbers`.
 
 _E4M3 = FORMATS["fp8_e4m3fn"]
 _TILE, _LARGEST, _LATENTS_LEAST = 128, 448.0, 1e-4
@@ -545,3 +471,292 @@ def _scales(key: torch.Tensor) -> Stored:
     most = 2 * least.clamp(min=_LATENTS_LEAST)
     middle = (least + most) / 2
     return Stored(numbers=middle, bound=middle - least + most * _LATENTS_SCALE)
+
+
+# Run a write by vLLM's CUDA op, compiled from csrc/cache_kernels.cu for the emulated device.
+
+
+def cuda_write(source: Source) -> Callable[[WriteCase, WriteInputs], None]:
+    """Return the writer that calls the CUDA op of a format; it raises Unsupported without the source."""
+
+    def write(case: WriteCase, inputs: WriteInputs) -> None:
+        op, tensors = _op(case, inputs)
+        if not has_source(source.root):
+            raise Unsupported(
+                f"{op} is a C++ op: its source csrc/cache_kernels.cu is in an sdist or a checkout, not in "
+                f"this vLLM ({source.kind}); attnlab fetch --sdist 0.33.0 downloads one"
+            )
+        if case.machine.is_rocm:
+            raise Unsupported(f"platform must be one of NVIDIA with {op}, got {case.platform}")
+        dtype = DS_LATENT if case.cache_format == DS_LATENT else case.kv_cache_dtype
+        cache_ops(source.root)(op, tensors, dtype)
+
+    return write
+
+
+def _op(case: WriteCase, inputs: WriteInputs) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the name of a format's op, and its tensors by the names of its parameters."""
+    first = case.first_block * case.block_size
+    caches = {name: _whole(view, case.first_block) for name, view in inputs.caches.items()}
+    slots = torch.where(inputs.slots < 0, inputs.slots, inputs.slots + first)
+    scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
+    if case.cache_format in (LATENT, DS_LATENT):
+        return "concat_and_cache_mla", {
+            "kv_c": inputs.key[:, 0],
+            "k_pe": inputs.value[:, 0],
+            "kv_cache": caches["kv_cache"][:, :, 0],
+            "slot_mapping": slots,
+            "scale": scales["k_scale"],
+        }
+    tensors = {"key": inputs.key, "value": inputs.value, "slot_mapping": slots, **caches, **scales}
+    if case.cache_format == X_SPLIT:
+        tensors["key_cache"] = caches["key_cache"].permute(0, 2, 3, 1, 4)
+        tensors["value_cache"] = caches["value_cache"].permute(0, 2, 3, 1)
+        return "reshape_and_cache", tensors
+    return "reshape_and_cache_flash", tensors
+
+
+def _whole(view: torch.Tensor, first_block: int) -> torch.Tensor:
+    """Return the view of a cache from block 0 on."""
+    return view.as_strided((first_block + view.shape[0], *view.shape[1:]), view.stride(), 0)
+
+
+# WriteReport: the hostile cache writes that ran, and what they got wrong.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult:
+    """A hostile write: what it got wrong, by kind, or the error for which it could not run.
+
+    ``failed``: the error is a failure of the op itself, for example an access outside of its tensors.
+    """
+
+    name: str
+    case: WriteCase
+    wrong: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+    failed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of strict JSON."""
+        return json_fields(self, "status", without=("failed",))
+
+    @property
+    def status(self) -> str:
+        """Return "match", "mismatch", "failed" or "unavailable"."""
+        if self.failed:
+            return "failed"
+        if self.error is not None:
+            return "unavailable"
+        return "mismatch" if self.wrong else "match"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WriteReport(Shown):
+    """What hostile cache writes found. ``backend``: whose ops ran."""
+
+    backend: str
+    results: tuple[WriteResult, ...]
+
+    @property
+    def findings(self) -> tuple[WriteResult, ...]:
+        """Return the writes that are wrong, and those that failed."""
+        return tuple(one for one in self.results if one.status in ("mismatch", "failed"))
+
+    @property
+    def unavailable(self) -> tuple[WriteResult, ...]:
+        """Return the writes that could not run."""
+        return tuple(one for one in self.results if one.status == "unavailable")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values of strict JSON."""
+        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
+        return {**json_fields(self), **counts, "writes": len(self.results)}
+
+
+NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE = "numbers", "scales", "zero points", "elsewhere"
+_MODES = {INT8: 2, FP8: 3, INT4: 4}  # KVQuantMode of vLLM 0.33.0
+Writer = Callable[[WriteCase, WriteInputs], None]
+
+
+def check_write(case: WriteCase, write: Writer) -> dict[str, int]:
+    """Return what ``write`` gets wrong, by kind the number of wrong elements; empty if nothing is.
+
+    Kinds: "numbers", "scales" and "zero points" of written tokens; "elsewhere", bytes of slots that no token
+    has and of the gaps after pages. It mutates the memory of its inputs.
+    """
+    inputs = make_write_inputs(case)
+    before = {name: one.clone() for name, one in inputs.memory.items()}
+    write(case, inputs)
+    wrong = dict.fromkeys((NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE), 0)
+    for kind, found, expected in _written(case, inputs):
+        wrong[kind] += int(_is_wrong(found, expected).sum())
+    wrong[ELSEWHERE] = _changed_elsewhere(inputs, before)
+    return {name: count for name, count in wrong.items() if count}
+
+
+def model_write(case: WriteCase, inputs: WriteInputs) -> None:
+    """Write the correct bytes: a model of the op."""
+    if case.cache_format == DS_LATENT:
+        return write_latents(case, inputs)
+    written = inputs.slots >= 0
+    for cache, scale, columns, half in _halves(case, inputs):
+        numbers = half.stored.numbers
+        if case.cache_format == INT4:
+            pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
+            numbers = pairs[..., 0] | (pairs[..., 1] << 4)
+        block, at = (
+            inputs.slots[written] // case.block_size,
+            inputs.slots[written] % case.block_size,
+        )
+        view = cache[..., columns]
+        view[block, at] = numbers.to(case.element).reshape(-1, *view.shape[2:])
+        if scale is not None and half.scale is not None:
+            stored = half.scale.numbers.float()
+            if half.zero is not None:
+                bits = (stored.view(torch.int32) & -16) | half.zero.numbers.int()
+                stored = bits.view(torch.float32)
+            scale[block, at] = stored
+
+
+def vllm_write(source: Source, where: str = "cpu") -> Writer:
+    """Return the writer that calls the op of a release.
+
+    Triton ops run under the interpreter or on a GPU, CUDA ops on the emulated device. It raises Unsupported
+    for a format whose op the source does not have.
+    """
+    by_cuda = cuda_write(source)
+
+    def write(case: WriteCase, inputs: WriteInputs) -> None:
+        if case.cache_format in CUDA_FORMATS:
+            return by_cuda(case, inputs)
+        loader = load(source, case.machine, where).loader
+        function, arguments = _write_op(case, inputs, loader)
+        known = inspect.signature(function).parameters  # older releases have no kv_quant_mode
+        with calling(function.__name__, source):
+            function(**{name: one for name, one in arguments.items() if name in known})
+
+    return write
+
+
+def _write_op(
+    case: WriteCase, inputs: WriteInputs, loader: Any
+) -> tuple[Callable[..., None], dict[str, Any]]:
+    """Return the function of a format and its arguments."""
+    given: dict[str, Any] = {
+        "key": inputs.key,
+        "value": inputs.value,
+        "slot_mapping": inputs.slots,
+        **inputs.caches,
+    }
+    if case.cache_format == INT4:
+        module = loader.load("int4_per_token_head")  # without the rotation before it
+        given |= {"packing_factor": 2, "kernel": module._reshape_cache_int4_kernel}
+        return _named(module, "_run_reshape_kernel"), {**given, **inputs.scales}
+    module = loader.load("triton_reshape_and_cache_flash")
+    if case.cache_format == DIFFKV:
+        scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
+        return _named(module, "triton_reshape_and_cache_flash_diffkv"), {
+            **given,
+            **scales,
+            "kv_cache_dtype": case.kv_cache_dtype,
+        }
+    mode = {"kv_quant_mode": _MODES[case.cache_format]}
+    return _named(module, "triton_reshape_and_cache_flash_per_token_head_quant"), {
+        **given,
+        **inputs.scales,
+        **mode,
+    }
+
+
+def _named(module: Any, name: str) -> Callable[..., None]:
+    """Return a function of a module; raise Unsupported if this release does not have it."""
+    found: Callable[..., None] | None = getattr(module, name, None)
+    if found is None:
+        raise Unsupported(f"this release has no {name}")
+    return found
+
+
+def _halves(
+    case: WriteCase, inputs: WriteInputs
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, slice, ExpectedHalf]]:
+    """Yield keys, then values: their cache, their scale cache, their columns, and what they must be."""
+    written = inputs.slots >= 0
+    for is_key, new in ((True, inputs.key), (False, inputs.value)):
+        half = expected_half(case, new[: len(written)][written], scale_of_half(case, is_key))
+        if case.cache_format in PER_TOKEN_HEAD:
+            name = "key_cache" if is_key else "value_cache"
+            scale = inputs.scales["k_scale_cache" if is_key else "v_scale_cache"]
+            yield inputs.caches[name], scale, slice(None), half
+        elif case.cache_format in PLAIN:
+            yield inputs.caches["key_cache" if is_key else "value_cache"], None, slice(None), half
+        else:
+            columns = slice(0, case.head_size) if is_key else slice(case.head_size, None)
+            yield inputs.caches["kv_cache"], None, columns, half
+
+
+def _written(case: WriteCase, inputs: WriteInputs) -> Iterator[tuple[str, torch.Tensor, Stored]]:
+    """Yield what the slots of written tokens hold, as kind, numbers and what they must be."""
+    slots = inputs.slots[inputs.slots >= 0]
+    if case.cache_format == DS_LATENT:
+        for is_scale, found, expected in written_latents(
+            case, inputs, by_slot(inputs.caches["kv_cache"])[slots, 0]
+        ):
+            yield SCALES if is_scale else NUMBERS, found, expected
+        return
+    for cache, scale, columns, half in _halves(case, inputs):
+        found = by_slot(cache)[slots][..., columns].flatten(2)
+        if case.cache_format == INT4:
+            found = torch.stack([found & 0xF, found >> 4], -1).flatten(-2)
+        yield NUMBERS, found.double(), half.stored
+        if scale is None or half.scale is None:
+            continue
+        one = by_slot(scale)[slots]
+        yield SCALES, one.double(), half.scale
+        if half.zero is not None:
+            yield ZERO_POINTS, (one.view(torch.int32) & 0xF).double(), half.zero
+
+
+def _is_wrong(found: torch.Tensor, expected: Stored) -> torch.Tensor:
+    return ~((found - expected.numbers).abs() <= expected.bound)
+
+
+def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> int:
+    """Return how many bytes outside the slots of written tokens changed."""
+    count, slots = 0, inputs.slots[inputs.slots >= 0]
+    for name, view in {**inputs.caches, **inputs.scales}.items():
+        block, at = slots // view.shape[1], slots % view.shape[1]
+        marks = torch.zeros_like(inputs.memory[name])
+        marked = marks.view(view.dtype).as_strided(view.shape, view.stride())
+        marked[block, at] = 1
+        each = view.element_size()
+        is_own = marks.view(-1, each).any(1).repeat_interleave(each)
+        count += int(((inputs.memory[name] != before[name]) & ~is_own).sum())
+    return count
+
+
+# The part of ``import attnlab`` that checks cache writes in further formats.
+
+
+def check_writes(
+    *, backend: str = "vllm", source: Path | str | None = None, device: str = "cpu"
+) -> WriteReport:
+    """Run hostile cache writes in further formats, and compare the bytes of the cache.
+
+    ``backend``: "vllm" for the ops of ``source`` (None: the installed vLLM), or "model". The CUDA ops need an
+    sdist or a checkout: their source is compiled, and runs on the emulated device. Raises
+    InvalidCase for a source that is no vLLM, and Unavailable if none is installed.
+    """
+    found = find_source(source) if backend == "vllm" else None
+    write = model_write if found is None else vllm_write(found, device)
+    results = []
+    for name, case in write_variants().items():
+        try:
+            wrong = check_write(case, write)
+            results.append(WriteResult(name=name, case=case, wrong=wrong))
+        except KernelFailed as error:
+            results.append(WriteResult(name=name, case=case, error=str(error), failed=True))
+        except (Unavailable, Unsupported, KernelRejected) as error:
+            results.append(WriteResult(name=name, case=case, error=str(error)))
+    text = "model" if found is None else found.text()
+    return WriteReport(backend=text, results=tuple(results))
