@@ -15,7 +15,7 @@ Values of programs that are not active mean nothing. They are never stored, and 
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ class Batch:
     - ``active``: (P,) bool, or None if all are active.
     - ``limit``: the elements that a value may have; a batch with a larger one is
       split, so that its values fit into memory.
+    - ``edits``: (P,) int64, the edit of the kernel that each program has, if they have any. ``raised``: what
+      the expressions of edits raised. Programs with such an edit go on without it.
     - ``scalar_loops``: the number of loops around whose variable is a scalar of Triton, not an int.
     """
 
@@ -63,6 +65,8 @@ class Batch:
     interpreter: Any
     active: Any = None
     limit: int = 1 << 20
+    edits: Any = None
+    raised: dict[int, Exception] = field(default_factory=dict)
     scalar_loops: int = 0
 
     @property
@@ -97,6 +101,11 @@ def begin(batch: Batch | None) -> None:
 def running() -> Batch:
     """Return the batch that runs."""
     return _RUNNING[0]
+
+
+def live(data: Any) -> Any:
+    """Return the part of a value's array that belongs to active programs, or all of it if no batch runs."""
+    return _RUNNING[0].live(data) if _RUNNING else data
 
 
 def scalars(value: Any) -> Any:
@@ -316,6 +325,90 @@ def negated(value: Any) -> Any:
     """Return ``not value``."""
     found = truth(value)
     return not found if isinstance(found, bool) else value == 0
+
+
+def varied(
+    value: Callable[[], Any], numbers: Sequence[int], others: Sequence[Callable[[], Any]]
+) -> Any:
+    """Return ``value()``, but for programs with one of the edits ``numbers`` what its function returns.
+
+    Values that cannot be merged split the batch.
+    """
+    batch = running()
+    present = set(batch.edits.tolist()) - batch.raised.keys()
+    found: dict[Any, list[tuple[Any, Any]]] = {}
+    rest = np.ones(batch.size, np.bool_)
+    for number, other in zip(numbers, others, strict=True):
+        mask = batch.edits == number if number in present else rest[:0]
+        if mask.size and narrowed(mask).any():
+            try:
+                one = _under(mask, other)
+            except (Diverged, Refused):
+                raise
+            except Exception as error:
+                batch.raised[number] = error
+            else:
+                rest &= ~mask
+                found.setdefault(_kind(one), []).append((mask, one))
+    if narrowed(rest).any():
+        own = _under(rest, value)
+        found.setdefault(_kind(own), []).append((rest, own))
+    if len(found) > 1:
+        kinds = np.zeros(batch.size, np.int64)
+        for i, several in enumerate(found.values()):
+            for mask, _ in several:
+                kinds[mask] = i
+        raise split(kinds)
+    (several,) = found.values()
+    return _united(several)
+
+
+def _kind(value: Any) -> Any:
+    """Return what values have in common that can be united."""
+    if isinstance(value, tuple):
+        return ("tuple", *map(_kind, value))
+    if isinstance(value, Range):
+        return "range"
+    handle = getattr(value, "handle", None)
+    if handle is not None:
+        return value.type.name, handle.data.dtype.str
+    if isinstance(value, running().interpreter.tl.tensor):
+        return "nothing"  # of a store
+    plain = getattr(value, "value", value)
+    return type(value), type(plain), repr(plain) if isinstance(plain, float) else plain
+
+
+def _united(several: Sequence[tuple[Any, Any]]) -> Any:
+    """Return one value from those of some programs each, all of one kind."""
+    first = several[0][1]
+    if len(several) == 1:
+        return first
+    masks = [mask for mask, _ in several]
+    if isinstance(first, tuple):
+        parts = [_united([*zip(masks, some, strict=True)])
+                 for some in zip(*(value for _, value in several), strict=True)]  # fmt: skip
+        return running().interpreter._tuple_create(first, parts)
+    if isinstance(first, Range):
+        found = Range(0)
+        bounds = zip(*(value.bounds for _, value in several), strict=True)
+        found.bounds = [_stacked(masks, some) for some in bounds]
+        return found
+    if getattr(first, "handle", None) is None:
+        return first
+    data = _stacked(masks, [value.handle.data for _, value in several])
+    interpreter = running().interpreter
+    return interpreter.tl.tensor(
+        interpreter.TensorHandle(data, first.handle.dtype), first.type
+    )
+
+
+def _stacked(masks: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    """Return an array (P, …) with the parts of arrays (P or 1, …) that belong to the programs of masks."""
+    shape = np.broadcast_shapes(*(one.shape[1:] for one in arrays))
+    data = np.zeros((running().size, *shape), dtype=arrays[0].dtype)
+    for mask, one in zip(masks, arrays, strict=True):
+        data[mask] = one if len(one) == 1 else one[mask]
+    return data
 
 
 Marks = tuple[Callable[[str], None], str]  # adds a point; the name of a branch

@@ -162,6 +162,13 @@ class Tensors:
             if one.before is not None
         }
 
+    def stored_addresses(self) -> Iterator[Any]:
+        """Yield the addresses of the elements that were stored, of one storage after the other (uint64)."""
+        for own, one in self._storages.items():
+            if one.before is not None:
+                size = np.uint64(one.before.dtype.itemsize)
+                yield np.uint64(own) + np.flatnonzero(one.stored).astype(np.uint64) * size
+
     def part(self) -> Part:
         """Return what this copy of the process did, with what was done before it was made."""
         loaded = frozenset(own for own, one in self._storages.items() if one.is_loaded)
