@@ -98,8 +98,8 @@ class EditedForms:
         self._outputs: dict[int, torch.Tensor | None | str] = {}
 
     def output(self, number: int, replay: Replay, units: Sequence[Unit]) -> torch.Tensor | str | None:
-        """Return the output of some units with an edit, None if it raises something, or _ALONE if it did not
-        run in lockstep with others.
+        """Return the output of some units with an edit, None if it raises something or changes nothing, or
+        _ALONE if it did not run in lockstep with others.
 
         The next edits of the same function run with it.
         """
@@ -124,7 +124,7 @@ class EditedForms:
         units: Sequence[Unit],
     ) -> dict[int, torch.Tensor | None]:
         edits_of = {one: self._found[one][2] for one in chosen}
-        changes = {one: (edit.statement, edit.change) for one, edit in edits_of.items()}
+        changes = {one: edit.changes for one, edit in edits_of.items()}
         try:
             form, known = compile_edits(kernel.function, text, changes)
         except Exception:  # lockstep refuses the function, or Python one of the edits

@@ -5,7 +5,7 @@ small part of the time of the call.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, Progra
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
 _EDITS_SLACK = 4  # the same for a run with many edits, of which those that loop for long are left out
+_EDITS_S = 10.0  # processor time of such a run
 _SLACK = 20  # a run may have so many times as many operations as the recorded one
 _SLACK_S, _SLACK_SHARE = (
     1.0,
@@ -231,7 +232,7 @@ class Replay:
         ``kernel``: the form of ``function`` with all of them, of
         :func:`attnlab.kernels.triton.lockstep.edits.compile_edits`. Edits that cannot run together are left
         out, and all of them if several launches of the units have the function. None stands for one that
-        raises something.
+        raises something or changes nothing.
         """
         wanted = [
             sorted({log.program for unit in units for at, log in unit.programs if at == index})
@@ -249,7 +250,9 @@ class Replay:
             launch=launch,
             programs=programs,
             prepare=self._prepare(launch),
-            budget=lambda: _budget(launch, set(programs), _EDITS_SLACK),
+            budget=lambda: replace(
+                _budget(launch, set(programs), _EDITS_SLACK), seconds=_EDITS_S
+            ),
         )
         with probing(Probe(together={function.fn: kernel})):
             ran = edited.run(edits)

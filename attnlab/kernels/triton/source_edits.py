@@ -322,6 +322,11 @@ class Edit:
         return (0, 0, "") if self.more else (self.start, self.end, self.after)
 
     @property
+    def changes(self) -> list[Change]:
+        """Return the bytes that the edit replaces in each place, and the new text."""
+        return [(*span, self.after) for span in ((self.start, self.end), *self.more)]
+
+    @property
     def text(self) -> str:
         """Return the change in words."""
         before, after = (" ".join(part.split()) for part in (self.before, _plain(self.after)))

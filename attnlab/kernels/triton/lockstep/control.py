@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from attnlab.kernels.triton.run_log import Budget, TooLong
+
 _MOST_STEPS = 1 << 20  # iterations of a while loop
 _SMALL = 1 << 30  # loop variables below it stay far from the end of int32
 _MOST_IDLE = 24  # idle programs in the mean of a loop's iterations, before a batch is split
@@ -56,7 +58,10 @@ class Batch:
     - ``limit``: the elements that a value may have; a batch with a larger one is
       split, so that its values fit into memory.
     - ``edits``: (P,) int64, the edit of the kernel that each program has, if they have any. ``raised``: what
-      the expressions of edits raised. Programs with such an edit go on without it.
+      the expressions of edits raised; ``apart``: groups of edits with values that cannot be united with the
+      others. Programs with such an edit go on with a value of others, and what they do means nothing.
+      ``slow``: the edit whose expression takes too long. ``budget``: the limit of operations, which does not
+      count those of edits' expressions that end.
     - ``scalar_loops``: the number of loops around whose variable is a scalar of Triton, not an int.
     """
 
@@ -67,6 +72,9 @@ class Batch:
     limit: int = 1 << 20
     edits: Any = None
     raised: dict[int, Exception] = field(default_factory=dict)
+    apart: list[list[int]] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)
+    budget: Budget = field(default_factory=lambda: Budget(operations=0))
     scalar_loops: int = 0
 
     @property
@@ -332,20 +340,25 @@ def varied(
 ) -> Any:
     """Return ``value()``, but for programs with one of the edits ``numbers`` what its function returns.
 
-    Values that cannot be merged split the batch.
+    The most frequent kind of value counts; edits with another one, or that raise something, are noted.
     """
     batch = running()
-    present = set(batch.edits.tolist()) - batch.raised.keys()
+    present = set(batch.edits.tolist()).difference(batch.raised, *batch.apart)
     found: dict[Any, list[tuple[Any, Any]]] = {}
     rest = np.ones(batch.size, np.bool_)
     for number, other in zip(numbers, others, strict=True):
         mask = batch.edits == number if number in present else rest[:0]
         if mask.size and narrowed(mask).any():
+            left = batch.budget.operations
             try:
                 one = _under(mask, other)
-            except (Diverged, Refused):
+                batch.budget.operations = left
+            except Diverged:
                 raise
-            except Exception as error:
+            except TooLong:
+                batch.slow.append(number)
+                raise
+            except Exception as error:  # also Refused
                 batch.raised[number] = error
             else:
                 rest &= ~mask
@@ -353,13 +366,11 @@ def varied(
     if narrowed(rest).any():
         own = _under(rest, value)
         found.setdefault(_kind(own), []).append((rest, own))
-    if len(found) > 1:
-        kinds = np.zeros(batch.size, np.int64)
-        for i, several in enumerate(found.values()):
-            for mask, _ in several:
-                kinds[mask] = i
-        raise split(kinds)
-    (several,) = found.values()
+    several = max(found.values(), key=lambda of_kind: sum(int(mask.sum()) for mask, _ in of_kind))
+    for others_of_kind in found.values():
+        if others_of_kind is not several:
+            mask = np.logical_or.reduce([mask for mask, _ in others_of_kind])
+            batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
     return _united(several)
 
 
@@ -405,7 +416,8 @@ def _united(several: Sequence[tuple[Any, Any]]) -> Any:
 def _stacked(masks: Sequence[Any], arrays: Sequence[Any]) -> Any:
     """Return an array (P, …) with the parts of arrays (P or 1, …) that belong to the programs of masks."""
     shape = np.broadcast_shapes(*(one.shape[1:] for one in arrays))
-    data = np.zeros((running().size, *shape), dtype=arrays[0].dtype)
+    data = np.empty((running().size, *shape), dtype=arrays[0].dtype)
+    data[:] = arrays[0][:1]  # of programs that have no mask
     for mask, one in zip(masks, arrays, strict=True):
         data[mask] = one if len(one) == 1 else one[mask]
     return data

@@ -25,48 +25,73 @@ from attnlab.kernels.triton.probe import LaunchLog
 from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
 
 Program = tuple[int, int, int]
+_NO_EDIT = -1  # the number of the unchanged programs
 
 
 def compile_edits(
-    function: Any, text: str, changes: Mapping[int, tuple[int, Change]]
+    function: Any, text: str, changes: Mapping[int, Sequence[Change]]
 ) -> tuple[Any, frozenset[int]]:
     """Return a function of Triton with edits, as a batch runs it, and the numbers of those that it has.
 
-    ``changes``: by number of the edit, the line of the statement in the text, and what is changed. What is no
-    single expression of a statement, or no Python, is left out. Raises Refused if lockstep cannot run the
-    function.
+    ``changes``: of each edit, by its number. An edit of more than expressions of statements, or that is no
+    Python, is left out. Raises Refused if lockstep cannot run the function.
     """
     tree, rows = ast.parse(text), row_starts(text)
-    by_line: dict[int, list[tuple[int, Change]]] = {}
-    for number, (line, change) in changes.items():
-        by_line.setdefault(line, []).append((number, change))
-    done = set[int]()
     assert isinstance(tree.body[0], ast.FunctionDef)
-    for statement in list(statements(tree.body[0].body)):
-        for name in HEADS if statement.lineno in by_line else ():
-            root = getattr(statement, name, None)
-            if isinstance(root, ast.expr):
-                parsed = dict(_parsed(text.encode(), rows, root, by_line[statement.lineno]))
-                if parsed:
-                    setattr(statement, name, _varied(root, parsed, isinstance(statement, ast.Assign)))
-                    done |= parsed.keys()
+    heads = [
+        _Head(statement, name, root, rows[root.lineno - 1] + root.col_offset, rows[last - 1] + after)
+        for statement in statements(tree.body[0].body)
+        for name in HEADS
+        if isinstance(root := getattr(statement, name, None), ast.expr)
+        and (last := root.end_lineno) is not None
+        and (after := root.end_col_offset) is not None
+    ]
+    edited = [dict[int, ast.expr]() for _ in heads]
+    done = set[int]()
+    for number, several in changes.items():
+        places = [_head_of(heads, change) for change in several]
+        parsed = {
+            at: heads[at].parsed(text, [c for c, i in zip(several, places, strict=True) if i == at])
+            for at in set(places)
+            if at is not None
+        }
+        if None not in places and None not in parsed.values():
+            done.add(number)
+            for at, value in parsed.items():
+                edited[at][number] = value
+    for head, others in zip(heads, edited, strict=True):
+        if others:
+            is_assigned = isinstance(head.statement, ast.Assign)
+            setattr(head.statement, head.name, _varied(head.root, others, is_assigned))
     return compile_lockstep(function, tree), frozenset(done)
 
 
-def _parsed(
-    data: bytes, rows: Sequence[int], root: ast.expr, changes: Sequence[tuple[int, Change]]
-) -> Iterator[tuple[int, ast.expr]]:
-    """Yield the changes of an expression of a text that are Python, with their numbers."""
-    assert root.end_lineno is not None
-    assert root.end_col_offset is not None
-    begin, end = rows[root.lineno - 1] + root.col_offset, rows[root.end_lineno - 1] + root.end_col_offset
-    for number, (start, stop, after) in changes:
-        if begin <= start < stop <= end:
-            whole = data[begin:start] + after.encode() + data[stop:end]
-            try:
-                yield number, ast.parse(b"(" + whole + b")", mode="eval").body
-            except SyntaxError:
-                continue
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """An expression of a statement, and where it begins and ends in the text, in bytes."""
+
+    statement: ast.stmt
+    name: str
+    root: ast.expr
+    begin: int
+    end: int
+
+    def parsed(self, text: str, changes: Sequence[Change]) -> Any:
+        """Return the expression with some changes, or None if it is no Python."""
+        data = text.encode()[: self.end]
+        for start, stop, after in sorted(changes, reverse=True):
+            data = data[:start] + after.encode() + data[stop:]
+        try:
+            return ast.parse(b"(" + data[self.begin :] + b")", mode="eval").body
+        except SyntaxError:
+            return None
+
+
+def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
+    """Return the index of the expression that has all of a change, or None."""
+    start, stop, _ = change
+    found = (i for i, one in enumerate(heads) if one.begin <= start < stop <= one.end)
+    return next(found, None)
 
 
 def _varied(root: ast.expr, others: Mapping[int, ast.expr], is_assigned: bool) -> ast.expr:
@@ -105,6 +130,15 @@ class Writes:
             size = one.bits.dtype.itemsize
             yield np.uint64(one.storage.own) + one.index.astype(np.uint64) * np.uint64(size)
 
+    def equals(self, other: "Writes") -> bool:
+        """Answer whether the same bits are stored in the same places."""
+        return len(self.stores) == len(other.stores) and all(
+            a.storage.own == b.storage.own
+            and np.array_equal(a.index, b.index)
+            and np.array_equal(a.bits, b.bits)
+            for a, b in zip(self.stores, other.stores, strict=True)
+        )
+
     def apply(self) -> None:
         """Write to the tensors."""
         for one in self.stores:
@@ -129,10 +163,11 @@ class EditRun:
 
     def run(self, edits: Sequence[int]) -> list[Ended]:
         """Return the edits that run together with others, each with what its programs store; None if it
-        raises something.
+        raises something, or stores what the unchanged programs store.
 
         The tensors are not changed. What an edit does that is left out is not known.
         """
+        edits = [*edits, _NO_EDIT]
         todo = [np.arange(len(edits) * len(self.programs))]
         ended, raised = dict[int, list[Store]](), set[int]()
         try:
@@ -143,12 +178,14 @@ class EditRun:
             places = todo.pop()
             if len(set(self._edits(edits, places).tolist())) > 1:
                 self._step(kernel, edits, places, todo, ended, raised)
-        found: list[Ended] = [(number, None) for number in sorted(raised)]
+        count, whole = len(self.programs), dict[int, Writes]()
         for i, number in enumerate(edits):
-            span = range(i * len(self.programs), (i + 1) * len(self.programs))
+            span = range(i * count, (i + 1) * count)
             if number not in raised and all(place in ended for place in span):
-                found.append((number, Writes([one for place in span for one in ended[place]])))
-        return found
+                whole[number] = Writes([one for place in span for one in ended[place]])
+        plain = whole.pop(_NO_EDIT, None)
+        same = {n for n, writes in whole.items() if plain is not None and writes.equals(plain)}
+        return [*dict.fromkeys(raised | same).items(), *((n, w) for n, w in whole.items() if n not in same)]
 
     def _edits(self, edits: Sequence[int], places: Any) -> Any:
         return np.array(edits, dtype=np.int64)[places // len(self.programs)]
@@ -168,23 +205,29 @@ class EditRun:
 
         numbers = self._edits(edits, places)
         ids = np.array(self.programs, dtype=np.int32)[places % len(self.programs)]
-        notes = Notes(budget=self.budget())
+        budget = self.budget()
+        notes = Notes(budget=budget)
         tensors = Tensors(Memory(self.launch.arguments), notes)
         extension = Extension(Operations(interpreter), tensors, interpreter)
-        batch = Batch(ids, places, interpreter, limit=most_elements(), edits=numbers)
+        batch = Batch(
+            ids, places, interpreter, limit=most_elements(), edits=numbers, budget=budget
+        )
         control.begin(batch)
         try:
-            with self.prepare(notes, extension), limited(notes.budget):
+            with self.prepare(notes, extension), limited(budget):
                 kernel(**self.launch.converted)
             file = kernel.__code__.co_filename
             raised |= {n for n, error in batch.raised.items() if _is_of_kernel(error, file)}
+            unclear = set(batch.raised).union(*batch.apart)
             for at, place in enumerate(places.tolist()):
-                if int(numbers[at]) not in batch.raised:
+                if int(numbers[at]) not in unclear:
                     ended[place] = list(_of_program(tensors.stores, at))
+            for group in batch.apart:
+                todo.append(places[np.isin(numbers, [*set(group) - batch.raised.keys()])])
         except Diverged as diverged:
             todo += [places[group] for group in diverged.groups]
         except TooLong:
-            slow = set(numbers[batch.is_active].tolist())
+            slow = set(batch.slow or numbers[batch.is_active].tolist())
             todo.append(places[[number not in slow for number in numbers.tolist()]])
         except Exception:  # of one of them, or of lockstep
             kinds = np.unique(numbers)
