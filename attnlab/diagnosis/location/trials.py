@@ -35,7 +35,7 @@ from attnlab.tensors.quantised import OUTPUT_SCALE
 
 # Edited kernels: the text of a kernel that ran, and its interpreted forms with edits.
 
-_TOGETHER = 64  # edits that run together
+_TOGETHER = 192  # edits that are compiled together
 _ALONE = "alone"
 _OBSERVED_SLACK = 2  # of a run that computes a statement and its edits, for each of them
 
@@ -129,7 +129,8 @@ class EditedForms:
             form, known = compile_edits(kernel.function, text, changes)
         except Exception:  # lockstep refuses the function, or Python one of the edits
             return {}
-        return replay.run_edits(units, kernel.function, form, sorted(known))
+        in_order = sorted(known, key=lambda one: edits_of[one].start)  # those of a statement together
+        return replay.run_edits(units, kernel.function, form, in_order)
 
     def form_together(self, number: int) -> Any:
         """Return the form with an edit that a batch of programs runs, or None if lockstep refuses it."""

@@ -19,7 +19,7 @@ from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, Progra
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
 _EDITS_SLACK = 4  # the same for a run with many edits, of which those that loop for long are left out
-_EDITS_S = 10.0  # processor time of such a run
+_EDITS_S = 3.0  # processor time of such a run
 _SLACK = 20  # a run may have so many times as many operations as the recorded one
 _SLACK_S, _SLACK_SHARE = (
     1.0,

@@ -15,7 +15,7 @@ Values of programs that are not active mean nothing. They are never stored, and 
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Batch:
     - ``active``: (P,) bool, or None if all are active.
     - ``limit``: the elements that a value may have; a batch with a larger one is
       split, so that its values fit into memory.
+    - ``places``: (P,) int64, the places of the programs in the batch that this is a part of, or None.
     - ``edits``: (P,) int64, the edit of the kernel that each program has, if they have any. ``raised``: what
       the expressions of edits raised; ``apart``: groups of edits with values that cannot be united with the
       others. Programs with such an edit go on with a value of others, and what they do means nothing.
@@ -70,6 +71,7 @@ class Batch:
     interpreter: Any
     active: Any = None
     limit: int = 1 << 20
+    places: Any = None
     edits: Any = None
     raised: dict[int, Exception] = field(default_factory=dict)
     apart: list[list[int]] = field(default_factory=list)
@@ -335,12 +337,16 @@ def negated(value: Any) -> Any:
     return not found if isinstance(found, bool) else value == 0
 
 
-def varied(
-    value: Callable[[], Any], numbers: Sequence[int], others: Sequence[Callable[[], Any]]
-) -> Any:
-    """Return ``value()``, but for programs with one of the edits ``numbers`` what its function returns.
+Part = tuple[Sequence[str], Callable[..., Any]]  # names of variables, and a function of their values
 
-    The most frequent kind of value counts; edits with another one, or that raise something, are noted.
+
+def varied(
+    variables: Mapping[str, Any], value: Part, numbers: Sequence[int], others: Sequence[Part]
+) -> Any:
+    """Return the value of an expression, but for programs with one of the edits ``numbers`` that of its part.
+
+    Each is computed for its programs alone. The most frequent kind of value counts; edits with another one,
+    or that raise something, are noted.
     """
     batch = running()
     present = set(batch.edits.tolist()).difference(batch.raised, *batch.apart)
@@ -351,7 +357,7 @@ def varied(
         if mask.size and narrowed(mask).any():
             left = batch.budget.operations
             try:
-                one = _under(mask, other)
+                one = _of_part(batch, mask, other, variables)
                 batch.budget.operations = left
             except Diverged:
                 raise
@@ -363,8 +369,10 @@ def varied(
             else:
                 rest &= ~mask
                 found.setdefault(_kind(one), []).append((mask, one))
+    if not found:
+        return value[1](*(variables[name] for name in value[0] if name in variables))
     if narrowed(rest).any():
-        own = _under(rest, value)
+        own = _of_part(batch, rest, value, variables)
         found.setdefault(_kind(own), []).append((rest, own))
     several = max(found.values(), key=lambda of_kind: sum(int(mask.sum()) for mask, _ in of_kind))
     for others_of_kind in found.values():
@@ -372,6 +380,49 @@ def varied(
             mask = np.logical_or.reduce([mask for mask, _ in others_of_kind])
             batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
     return _united(several)
+
+
+def _of_part(batch: Batch, mask: Any, part: Part, variables: Mapping[str, Any]) -> Any:
+    """Return the value of a part, computed by the programs of a mask, (P,) bool, as a batch of their own."""
+    chosen, (names, function) = np.flatnonzero(mask), part
+    active = None if batch.active is None else batch.active[chosen]
+    own = replace(
+        batch,
+        ids=batch.ids[chosen],
+        numbers=batch.numbers[chosen],
+        edits=batch.edits[chosen],
+        places=chosen if batch.places is None else batch.places[chosen],
+        active=None if active is None or active.all() else active,
+    )
+    begin(own)
+    try:
+        return function(*(_taken(batch, variables[name], chosen) for name in names))
+    except KeyError as error:
+        raise UnboundLocalError(str(error)) from error
+    except Diverged as diverged:
+        groups = [chosen[group] for group in diverged.groups]
+        groups[0] = np.sort(np.concatenate([groups[0], np.flatnonzero(~mask)]))
+        raise Diverged(groups) from diverged
+    finally:
+        begin(batch)
+
+
+def _taken(batch: Batch, value: Any, chosen: Any) -> Any:
+    """Return the part of a value that belongs to some programs of a batch."""
+    if isinstance(value, tuple):
+        parts = [_taken(batch, one, chosen) for one in value]
+        return batch.interpreter._tuple_create(value, parts)
+    handle = getattr(value, "handle", None)
+    if handle is None or not isinstance(value, batch.interpreter.tl.tensor):
+        return value
+    if hasattr(handle, "parts"):
+        parts = [part if len(part) == 1 else part[chosen] for part in handle.parts]
+        shape = (max(map(len, parts)), *handle.shape[1:])
+        return batch.interpreter.tl.tensor(type(handle)(parts, shape, handle.dtype), value.type)
+    if len(handle.data) == 1:
+        return value
+    own = batch.interpreter.TensorHandle(handle.data[chosen], handle.dtype)
+    return batch.interpreter.tl.tensor(own, value.type)
 
 
 def _kind(value: Any) -> Any:
@@ -392,9 +443,9 @@ def _kind(value: Any) -> Any:
 def _united(several: Sequence[tuple[Any, Any]]) -> Any:
     """Return one value from those of some programs each, all of one kind."""
     first = several[0][1]
-    if len(several) == 1:
-        return first
     masks = [mask for mask, _ in several]
+    if len(several) == 1 and masks[0].all():
+        return first
     if isinstance(first, tuple):
         parts = [_united([*zip(masks, some, strict=True)])
                  for some in zip(*(value for _, value in several), strict=True)]  # fmt: skip
@@ -414,12 +465,12 @@ def _united(several: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def _stacked(masks: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    """Return an array (P, …) with the parts of arrays (P or 1, …) that belong to the programs of masks."""
+    """Return an array (P, …) with the elements of each array at the programs of its mask."""
     shape = np.broadcast_shapes(*(one.shape[1:] for one in arrays))
     data = np.empty((running().size, *shape), dtype=arrays[0].dtype)
     data[:] = arrays[0][:1]  # of programs that have no mask
     for mask, one in zip(masks, arrays, strict=True):
-        data[mask] = one if len(one) == 1 else one[mask]
+        data[mask] = one
     return data
 
 

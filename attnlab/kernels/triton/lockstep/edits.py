@@ -20,12 +20,13 @@ from attnlab.kernels.triton.lockstep.launch import Extension, Form, most_element
 from attnlab.kernels.triton.lockstep.memory import Store, Tensors
 from attnlab.kernels.triton.lockstep.notes import Notes
 from attnlab.kernels.triton.lockstep.operations import Operations
-from attnlab.kernels.triton.lockstep.rewriting import CONTROL, compile_lockstep
+from attnlab.kernels.triton.lockstep.rewriting import CONTROL, compile_lockstep, loaded, stored
 from attnlab.kernels.triton.probe import LaunchLog
 from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
 
 Program = tuple[int, int, int]
 _NO_EDIT = -1  # the number of the unchanged programs
+_MOST = 64  # edits of a batch
 
 
 def compile_edits(
@@ -46,6 +47,9 @@ def compile_edits(
         and (last := root.end_lineno) is not None
         and (after := root.end_col_offset) is not None
     ]
+    given = tree.body[0].args
+    arguments = [one.arg for one in (*given.args, *given.kwonlyargs)]
+    variables = {*arguments, *stored(tree.body[0].body)}
     edited = [dict[int, ast.expr]() for _ in heads]
     done = set[int]()
     for number, several in changes.items():
@@ -62,7 +66,7 @@ def compile_edits(
     for head, others in zip(heads, edited, strict=True):
         if others:
             is_assigned = isinstance(head.statement, ast.Assign)
-            setattr(head.statement, head.name, _varied(head.root, others, is_assigned))
+            setattr(head.statement, head.name, _varied(head.root, others, is_assigned, variables))
     return compile_lockstep(function, tree), frozenset(done)
 
 
@@ -94,27 +98,32 @@ def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
     return next(found, None)
 
 
-def _varied(root: ast.expr, others: Mapping[int, ast.expr], is_assigned: bool) -> ast.expr:
+def _varied(
+    root: ast.expr, others: Mapping[int, ast.expr], is_assigned: bool, variables: set[str]
+) -> ast.expr:
     """Return the call for an expression and its edits; numbers that are assigned become scalars of Triton."""
-    call: Any = ast.parse(f"{CONTROL}.varied(0, 0)", mode="eval").body
+    call: Any = ast.parse(f"{CONTROL}.varied(locals(), 0)", mode="eval").body
     numbers, values = (ast.Tuple(elts=[], ctx=ast.Load()) for _ in range(2))
     for number, value in others.items():
         numbers.elts.append(ast.Constant(value=number))
-        values.elts.append(_deferred(value, is_assigned))
-    call.args = [_deferred(root, is_assigned), numbers, values]
+        values.elts.append(_deferred(value, is_assigned, variables))
+    call.args[1:] = [_deferred(root, is_assigned, variables), numbers, values]
     for node in ast.walk(call):
         if isinstance(node, ast.expr):
             ast.copy_location(node, root)
     return call
 
 
-def _deferred(value: ast.expr, is_assigned: bool) -> ast.expr:
+def _deferred(value: ast.expr, is_assigned: bool, variables: set[str]) -> ast.expr:
+    """Return the names of the variables that an expression reads, and it as a function of them."""
+    names = sorted(variables & loaded(value))
     text = "interpreter_semantic.to_tensor(0, False)" if is_assigned else "0"
-    found: Any = ast.parse(f"lambda: {text}", mode="eval").body
+    found: Any = ast.parse(f"({tuple(names)!r}, lambda {', '.join(names)}: {text})", mode="eval").body
+    function = found.elts[1]
     if is_assigned:
-        found.body.args[0] = value
+        function.body.args[0] = value
     else:
-        found.body = value
+        function.body = value
     return found
 
 
@@ -162,13 +171,14 @@ class EditRun:
     budget: Callable[[], Budget]
 
     def run(self, edits: Sequence[int]) -> list[Ended]:
-        """Return the edits that run together with others, each with what its programs store; None if it
+        """Return the edits that run together with their neighbours, each with what its programs store; None if it
         raises something, or stores what the unchanged programs store.
 
         The tensors are not changed. What an edit does that is left out is not known.
         """
-        edits = [*edits, _NO_EDIT]
-        todo = [np.arange(len(edits) * len(self.programs))]
+        edits, count = [*edits, _NO_EDIT], len(self.programs)
+        every = np.arange(len(edits) * count)
+        todo = [every[i : i + _MOST * count] for i in range(0, len(every), _MOST * count)]
         ended, raised = dict[int, list[Store]](), set[int]()
         try:
             kernel = Form(self.launch.function).rewrite()
@@ -178,7 +188,7 @@ class EditRun:
             places = todo.pop()
             if len(set(self._edits(edits, places).tolist())) > 1:
                 self._step(kernel, edits, places, todo, ended, raised)
-        count, whole = len(self.programs), dict[int, Writes]()
+        whole = dict[int, Writes]()
         for i, number in enumerate(edits):
             span = range(i * count, (i + 1) * count)
             if number not in raised and all(place in ended for place in span):
@@ -246,7 +256,8 @@ def _is_of_kernel(error: Exception, kernel: str) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     file = Path("" if trace is None else trace.tb_frame.f_code.co_filename)
-    return file.parent.parts[-2:] == ("triton", "language") or str(file) == str(kernel)
+    is_unknown = isinstance(error, NameError)  # also a variable that is not set yet
+    return is_unknown or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
 
 
 def _of_program(stores: Sequence[Store], program: int) -> Iterator[Store]:

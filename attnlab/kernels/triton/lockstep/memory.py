@@ -332,8 +332,9 @@ class Tensors:
             mask = mask & batch.active.reshape(-1, *(1,) * (len(shape) - 1))
         addresses, bits = (np.broadcast_to(one, shape) for one in (pointers.data, bits))
         addresses, mask = self._inside("writes", addresses, mask, bits.dtype.itemsize)
+        places = np.arange(batch.size) if batch.places is None else batch.places
         program = np.broadcast_to(
-            np.arange(batch.size, dtype=np.uint16).reshape(-1, *(1,) * (len(shape) - 1)), shape
+            places.astype(np.uint16).reshape(-1, *(1,) * (len(shape) - 1)), shape
         )
         if mask.all():
             live = addresses.reshape(-1)

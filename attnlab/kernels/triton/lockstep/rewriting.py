@@ -304,7 +304,7 @@ def _alternatives(items: Any) -> list[Any]:
     """Return what a loop goes through: one expression, or that of each edit."""
     if ast.unparse(getattr(items, "func", items)) != f"{CONTROL}.varied":
         return [items]
-    return [one.body for one in (items.args[0], *items.args[2].elts)]
+    return [one.elts[1].body for one in (items.args[1], *items.args[3].elts)]
 
 
 def _targets(names: Sequence[str]) -> str:
