@@ -132,13 +132,15 @@ def diagnose(
 
 @contextlib.contextmanager
 def announcing(lab: Lab) -> Iterator[Callable[[Diagnosis], None]]:
-    """Yield a function that puts the conclusion so far before each step that the lab announces in the block."""
+    """Yield a function that puts the conclusion so far before each step that the lab announces."""
     outer = lab.on_step
 
     def announce(diagnosis: Diagnosis) -> None:
         if outer is not None and diagnosis.is_wrong:
             text = textwrap.shorten(f"so far: {diagnosis.conclusion}", _MOST_ANNOUNCED)
-            lab.on_step = lambda step=None, *rest, **named: outer(f"{text} ({step})", *rest, **named)
+            lab.on_step = lambda step=None, *rest, **named: outer(
+                f"{text} ({step})", *rest, **named
+            )
             lab.on_step("further runs")
 
     try:

@@ -143,7 +143,9 @@ def test_edits_that_run_together_have_the_outputs_that_each_has_alone(tmp_path):
         if isinstance(together, str):
             kinds["alone"] += 1
             continue
-        alone = outcome(replay, {function.fn: compile_text(function, edit.apply(kernel.text))}, units)
+        alone = outcome(
+            replay, {function.fn: compile_text(function, edit.apply(kernel.text))}, units
+        )
         if together is None:
             assert isinstance(alone, type) or alone == plain, edit.text
             kinds["raises" if isinstance(alone, type) else "same"] += 1

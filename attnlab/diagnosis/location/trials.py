@@ -95,9 +95,11 @@ class EditedForms:
             self._groups.setdefault(key, []).append(number)
         self._done: dict[int, Any] = {}
         self._effective: dict[int, bool] = {}
-        self._outputs: dict[int, torch.Tensor | None | str] = {}
+        self._outputs: dict[int, torch.Tensor | str | None] = {}
 
-    def output(self, number: int, replay: Replay, units: Sequence[Unit]) -> torch.Tensor | str | None:
+    def output(
+        self, number: int, replay: Replay, units: Sequence[Unit]
+    ) -> torch.Tensor | str | None:
         """Return the output of some units with an edit, None if it raises something or changes nothing, or
         _ALONE if it did not run in lockstep with others.
 
@@ -129,7 +131,9 @@ class EditedForms:
             form, known = compile_edits(kernel.function, text, changes)
         except Exception:  # lockstep refuses the function, or Python one of the edits
             return {}
-        in_order = sorted(known, key=lambda one: edits_of[one].start)  # those of a statement together
+        in_order = sorted(
+            known, key=lambda one: edits_of[one].start
+        )  # those of a statement together
         return replay.run_edits(units, kernel.function, form, in_order)
 
     def form_together(self, number: int) -> Any:

@@ -18,7 +18,9 @@ from attnlab.kernels.triton.lockstep.launch import Together
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
-_EDITS_SLACK = 4  # the same for a run with many edits, of which those that loop for long are left out
+_EDITS_SLACK = (
+    4  # the same for a run with many edits, of which those that loop for long are left out
+)
 _EDITS_S = 3.0  # processor time of such a run
 _SLACK = 20  # a run may have so many times as many operations as the recorded one
 _SLACK_S, _SLACK_SHARE = (
@@ -250,9 +252,7 @@ class Replay:
             launch=launch,
             programs=programs,
             prepare=self._prepare(launch),
-            budget=lambda: replace(
-                _budget(launch, set(programs), _EDITS_SLACK), seconds=_EDITS_S
-            ),
+            budget=lambda: replace(_budget(launch, set(programs), _EDITS_SLACK), seconds=_EDITS_S),
         )
         with probing(Probe(together={function.fn: kernel})):
             ran = edited.run(edits)

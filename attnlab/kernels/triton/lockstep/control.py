@@ -337,7 +337,9 @@ def negated(value: Any) -> Any:
     return not found if isinstance(found, bool) else value == 0
 
 
-Part = tuple[Sequence[str], Callable[..., Any]]  # names of variables, and a function of their values
+Part = tuple[
+    Sequence[str], Callable[..., Any]
+]  # names of variables, and a function of their values
 
 
 def varied(
@@ -374,12 +376,17 @@ def varied(
     if narrowed(rest).any():
         own = _of_part(batch, rest, value, variables)
         found.setdefault(_kind(own), []).append((rest, own))
+    return _united(_most_frequent(batch, found))
+
+
+def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> Any:
+    """Return the masks and values of the kind that most programs have; note the edits of the others."""
     several = max(found.values(), key=lambda of_kind: sum(int(mask.sum()) for mask, _ in of_kind))
-    for others_of_kind in found.values():
-        if others_of_kind is not several:
-            mask = np.logical_or.reduce([mask for mask, _ in others_of_kind])
+    for others in found.values():
+        if others is not several:
+            mask = np.logical_or.reduce([mask for mask, _ in others])
             batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
-    return _united(several)
+    return several
 
 
 def _of_part(batch: Batch, mask: Any, part: Part, variables: Mapping[str, Any]) -> Any:
@@ -459,9 +466,7 @@ def _united(several: Sequence[tuple[Any, Any]]) -> Any:
         return first
     data = _stacked(masks, [value.handle.data for _, value in several])
     interpreter = running().interpreter
-    return interpreter.tl.tensor(
-        interpreter.TensorHandle(data, first.handle.dtype), first.type
-    )
+    return interpreter.tl.tensor(interpreter.TensorHandle(data, first.handle.dtype), first.type)
 
 
 def _stacked(masks: Sequence[Any], arrays: Sequence[Any]) -> Any:

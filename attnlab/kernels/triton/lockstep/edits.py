@@ -1,8 +1,8 @@
 """Run many edits of a kernel at once: each edit is one more copy of the programs of a batch.
 
 A function is compiled with many edits. The expression of an edited statement becomes a call of
-:func:`attnlab.kernels.triton.lockstep.control.varied` with a function for each edit. So the copies of a program
-share what is computed before the edits differ. The stores of each copy are kept apart.
+:func:`attnlab.kernels.triton.lockstep.control.varied` with a function for each edit. So the copies of a
+program share what is computed before the edits differ. The stores of each copy are kept apart.
 """
 
 import ast
@@ -40,7 +40,9 @@ def compile_edits(
     tree, rows = ast.parse(text), row_starts(text)
     assert isinstance(tree.body[0], ast.FunctionDef)
     heads = [
-        _Head(statement, name, root, rows[root.lineno - 1] + root.col_offset, rows[last - 1] + after)
+        _Head(
+            statement, name, root, rows[root.lineno - 1] + root.col_offset, rows[last - 1] + after
+        )
         for statement in statements(tree.body[0].body)
         for name in HEADS
         if isinstance(root := getattr(statement, name, None), ast.expr)
@@ -100,7 +102,7 @@ def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
 
 def _varied(
     root: ast.expr, others: Mapping[int, ast.expr], is_assigned: bool, variables: set[str]
-) -> ast.expr:
+) -> Any:
     """Return the call for an expression and its edits; numbers that are assigned become scalars of Triton."""
     call: Any = ast.parse(f"{CONTROL}.varied(locals(), 0)", mode="eval").body
     numbers, values = (ast.Tuple(elts=[], ctx=ast.Load()) for _ in range(2))
@@ -114,11 +116,13 @@ def _varied(
     return call
 
 
-def _deferred(value: ast.expr, is_assigned: bool, variables: set[str]) -> ast.expr:
+def _deferred(value: ast.expr, is_assigned: bool, variables: set[str]) -> Any:
     """Return the names of the variables that an expression reads, and it as a function of them."""
     names = sorted(variables & loaded(value))
     text = "interpreter_semantic.to_tensor(0, False)" if is_assigned else "0"
-    found: Any = ast.parse(f"({tuple(names)!r}, lambda {', '.join(names)}: {text})", mode="eval").body
+    found: Any = ast.parse(
+        f"({tuple(names)!r}, lambda {', '.join(names)}: {text})", mode="eval"
+    ).body
     function = found.elts[1]
     if is_assigned:
         function.body.args[0] = value
@@ -161,8 +165,8 @@ Ended = tuple[int, Writes | None]
 class EditRun:
     """Programs of a launch that run with each of several edits.
 
-    An active probe has the edited function. ``prepare``: as in :class:`attnlab.kernels.triton.lockstep.launch.Together`.
-    ``budget``: makes the limits of a batch.
+    An active probe has the edited function. ``prepare``: as in
+    :class:`attnlab.kernels.triton.lockstep.launch.Together`. ``budget``: makes the limits of a batch.
     """
 
     launch: LaunchLog
@@ -171,8 +175,9 @@ class EditRun:
     budget: Callable[[], Budget]
 
     def run(self, edits: Sequence[int]) -> list[Ended]:
-        """Return the edits that run together with their neighbours, each with what its programs store; None if it
-        raises something, or stores what the unchanged programs store.
+        """Return the edits that run together with their neighbours, each with what its programs store.
+
+        None stands for an edit that raises something, or stores what the unchanged programs store.
 
         The tensors are not changed. What an edit does that is left out is not known.
         """
@@ -195,7 +200,10 @@ class EditRun:
                 whole[number] = Writes([one for place in span for one in ended[place]])
         plain = whole.pop(_NO_EDIT, None)
         same = {n for n, writes in whole.items() if plain is not None and writes.equals(plain)}
-        return [*dict.fromkeys(raised | same).items(), *((n, w) for n, w in whole.items() if n not in same)]
+        return [
+            *dict.fromkeys(raised | same).items(),
+            *((n, w) for n, w in whole.items() if n not in same),
+        ]
 
     def _edits(self, edits: Sequence[int], places: Any) -> Any:
         return np.array(edits, dtype=np.int64)[places // len(self.programs)]
@@ -219,9 +227,7 @@ class EditRun:
         notes = Notes(budget=budget)
         tensors = Tensors(Memory(self.launch.arguments), notes)
         extension = Extension(Operations(interpreter), tensors, interpreter)
-        batch = Batch(
-            ids, places, interpreter, limit=most_elements(), edits=numbers, budget=budget
-        )
+        batch = Batch(ids, places, interpreter, limit=most_elements(), edits=numbers, budget=budget)
         control.begin(batch)
         try:
             with self.prepare(notes, extension), limited(budget):
@@ -250,7 +256,7 @@ class EditRun:
 def _is_of_kernel(error: Exception, kernel: str) -> bool:
     """Answer whether an edited expression, or Triton's language, raised an error, and not lockstep.
 
-    A program alone raises it, too: the language looks at types, which do not depend on the number of programs.
+    A program alone raises it, too: the language looks at types, which are those of one program.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -168,8 +168,9 @@ class Together:
         finally:
             control.begin(None)
         tensors.notes.tell(self.observed)
-        for addresses in tensors.stored_addresses() if self.on_stored is not None else ():
-            self.on_stored(addresses)
+        if self.on_stored is not None:
+            for addresses in tensors.stored_addresses():
+                self.on_stored(addresses)
         if reads is not None and self.trace is not None:
             for key, slots in reads.by_program():
                 self.trace.reads.setdefault(key, set()).update(slots)
