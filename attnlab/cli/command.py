@@ -117,7 +117,12 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+    )
     console = errors()
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -1,8 +1,10 @@
 """diagnose and diagnose_call: find the defect that explains an output. The package describes the method."""
 
+import contextlib
 import dataclasses
+import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -51,6 +53,8 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.comparison import same_numbers
 from attnlab.tensors.quantised import output_numbers
 
+_MOST_ANNOUNCED = 120  # characters of a conclusion that is announced
+
 
 def diagnose(
     case: Case,
@@ -98,7 +102,12 @@ def diagnose(
     own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
-    with controlled() as control, keeping(own.backend(case).fixed_fields):
+    with (
+        controlled() as control,
+        keeping(own.backend(case).fixed_fields),
+        announcing(own) as announce,
+    ):
+        announce(diagnosis)
         if kernel is not None:
             kernel.check_repeats(control, case, output, diagnosis)
         if ran is not None:
@@ -108,6 +117,7 @@ def diagnose(
             diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
         if ran is not None:
             diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
+            announce(diagnosis)
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
     diagnosis = if_stable(diagnosis, examination.diagnosis, control)
     distinction = None
@@ -120,6 +130,25 @@ def diagnose(
         distinction=distinction,
         seconds=time.perf_counter() - began,
     )
+
+
+@contextlib.contextmanager
+def announcing(lab: Lab) -> Iterator[Callable[[Diagnosis], None]]:
+    """Yield a function that puts the conclusion so far before each step that the lab announces."""
+    outer = lab.on_step
+
+    def announce(diagnosis: Diagnosis) -> None:
+        if outer is not None and diagnosis.is_wrong:
+            text = textwrap.shorten(f"so far: {diagnosis.conclusion}", _MOST_ANNOUNCED)
+            lab.on_step = lambda step=None, *rest, **named: outer(
+                f"{text} ({step})", *rest, **named
+            )
+            lab.on_step("further runs")
+
+    try:
+        yield announce
+    finally:
+        lab.on_step = outer
 
 
 def _with_runs(

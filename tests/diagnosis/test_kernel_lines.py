@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,11 +15,11 @@ from attnlab.cli.main import main
 from attnlab.diagnosis.claims import KernelLocation
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.location.lines import locate_lines, preferred, why_unavailable
-from attnlab.diagnosis.location.trials import Limit, Repair
+from attnlab.diagnosis.location.trials import COSTS, EditedForms, Limit, Repair, kernel_text
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
 from attnlab.kernels.triton.probe import Probe, probing
-from attnlab.kernels.triton.replay import Replay
+from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.run_log import TooLong
 from attnlab.kernels.triton.source_edits import edits
 from attnlab.lab.lab import Lab
@@ -120,10 +121,56 @@ def test_variants_of_a_statement_do_what_the_whole_edited_texts_do(tmp_path):
     assert changed > 5
 
 
-def outcome(replay: Replay, edited: Mapping[object, object]) -> bytes | type:
+def test_edits_that_run_together_have_the_outputs_that_each_has_alone(tmp_path):
+    """Also those that raise something, change nothing or have several places."""
+    case, _ = planted(tmp_path, "first // BLOCK", "first % BLOCK")
+    with probing(Probe(records=True)) as probe:
+        output = Lab(device="cpu").output(case)
+    replay = Replay(probe.launches, output.shape)
+    function, units = probe.launches[0].function, replay.units[:2]
+    kernel = kernel_text(function, (), ())
+    lines = set(statement_lines(kernel.text).values())
+    found = [
+        (kernel, kernel.text, edit)
+        for cost in COSTS
+        for at, edit in enumerate(edits(kernel.text, lines, cost, kernel.text))
+        if edit.more or at % 23 == 0
+    ]
+    forms, plain = EditedForms(found), replay.run(units, {}).numpy().tobytes()
+    kinds = Counter[str]()
+    for number, (_, _, edit) in enumerate(found):
+        together = forms.output(number, replay, units)
+        if isinstance(together, str):
+            kinds["alone"] += 1
+            continue
+        alone = outcome(
+            replay, {function.fn: compile_text(function, edit.apply(kernel.text))}, units
+        )
+        if together is None:
+            assert isinstance(alone, type) or alone == plain, edit.text
+            kinds["raises" if isinstance(alone, type) else "same"] += 1
+        else:
+            assert together.numpy().tobytes() == alone, edit.text
+            kinds["differs", bool(edit.more)] += 1
+    assert kinds["differs", False] > 20
+    assert min(kinds["raises"], kinds["same"], kinds["differs", True]) > 0, kinds
+    assert kinds["alone"] < len(found) / 3
+
+
+def test_what_is_wrong_so_far_is_announced_before_the_final_statement(tmp_path):
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    steps: list[str] = []
+    found = diagnose(case, lab=Lab(on_step=lambda step, *rest: steps.append(step)), limit=None)
+    assert any(step.startswith("so far: ") for step in steps)
+    assert not any("so far" in sentence for sentence in found.sentences())
+
+
+def outcome(
+    replay: Replay, edited: Mapping[object, object], units: Sequence[Unit] | None = None
+) -> bytes | type:
     """Return the bytes of the output of a replay with edited kernels, or the error that it raises."""
     try:
-        return replay.run(None, edited).numpy().tobytes()
+        return replay.run(units, edited).numpy().tobytes()
     except (Exception, TooLong) as error:
         return type(error)
 

@@ -76,6 +76,16 @@ def negative(numbers, out):
 
 
 @triton.jit
+def selects(numbers, out, SIZE: tl.constexpr):
+    i = tl.program_id(0)
+    n = tl.load(numbers + i)
+    at = tl.arange(0, SIZE)
+    mean = n / 4
+    chosen = (mean == 1.25) & (at < 3)  # a scalar condition of floats, spread over a block
+    tl.store(out + i * SIZE + at, tl.where(chosen, 1.0, 0.5))
+
+
+@triton.jit
 def returns(numbers, out, SIZE: tl.constexpr):
     i = tl.program_id(0)
     n = tl.load(numbers + i)

@@ -20,7 +20,9 @@ from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.trials import Repair
 from attnlab.diagnosis.reruns import further_cases, nearby_cases
-from attnlab.kernels.control import rows_equal
+from attnlab.kernels.control import rows_equal, uncontrolled
+from attnlab.kernels.triton.launch_plan import recording_launches
+from attnlab.kernels.triton.lockstep.control import live
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.run_log import Budget, TooLong
 from attnlab.lab.lab import Lab
@@ -114,7 +116,7 @@ def _run(
 def _observed(value: Any, found: set[bool]) -> Any:
     """Return a value of a kernel; add True or False to ``found`` if it is, or an element is, of type bool."""
     handle = getattr(value, "handle", None)
-    plain = getattr(value, "value", value) if handle is None else handle.data
+    plain = getattr(value, "value", value) if handle is None else live(handle.data)
     if isinstance(plain, bool | np.bool_):
         found.add(bool(plain))
     elif isinstance(plain, np.ndarray) and plain.dtype == np.bool_ and len(found) < 2:
@@ -426,15 +428,9 @@ class _Proof:
         """Return the numbers among the arguments of each launch of the unchanged kernels, by name."""
         if self._arguments is None:
             self._arguments = []
-            with suppress(AttnLabError), probing(Probe(records=True)) as probe:
+            with suppress(AttnLabError), uncontrolled(), recording_launches() as launches:
                 self.lab.run(with_contents(self.case, "garbage"))
-            for launch in probe.launches:
-                values = {
-                    name: getattr(one, "value", one) for name, one in launch.arguments.items()
-                }
-                self._arguments.append(
-                    {n: one for n, one in values.items() if isinstance(one, int | float | bool)}
-                )
+            self._arguments = [launch.values for launch in launches]
         return self._arguments
 
     @property

@@ -1,10 +1,12 @@
 """Trials: change one expression of an interpreted kernel and see whether wrong results become right."""
 
+import ast
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from attnlab.kernels.triton.kernel_text import (
     text_of,
     without_unused,
 )
+from attnlab.kernels.triton.lockstep.edits import compile_edits
+from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep
 from attnlab.kernels.triton.probe import LaunchLog, Line
 from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.run_log import TooLong
@@ -31,6 +35,8 @@ from attnlab.tensors.quantised import OUTPUT_SCALE
 
 # Edited kernels: the text of a kernel that ran, and its interpreted forms with edits.
 
+_TOGETHER = 192  # edits that are compiled together
+_ALONE = "alone"
 _OBSERVED_SLACK = 2  # of a run that computes a statement and its edits, for each of them
 
 
@@ -89,6 +95,54 @@ class EditedForms:
             self._groups.setdefault(key, []).append(number)
         self._done: dict[int, Any] = {}
         self._effective: dict[int, bool] = {}
+        self._outputs: dict[int, torch.Tensor | str | None] = {}
+
+    def output(
+        self, number: int, replay: Replay, units: Sequence[Unit]
+    ) -> torch.Tensor | str | None:
+        """Return the output of some units with an edit, None if it raises something or changes nothing, or
+        _ALONE if it did not run in lockstep with others.
+
+        The next edits of the same function run with it.
+        """
+        if number not in self._outputs:
+            kernel, text, _ = self._found[number]
+            later = (
+                one
+                for one in range(number, len(self._found))
+                if self._found[one][0] is kernel and self._found[one][1] == text
+            )
+            chosen = list(islice(later, _TOGETHER))
+            ran = self._run_together(kernel, text, chosen, replay, units)
+            self._outputs |= {**dict.fromkeys(chosen, _ALONE), **ran}
+        return self._outputs[number]
+
+    def _run_together(
+        self,
+        kernel: KernelText,
+        text: str,
+        chosen: Sequence[int],
+        replay: Replay,
+        units: Sequence[Unit],
+    ) -> dict[int, torch.Tensor | None]:
+        edits_of = {one: self._found[one][2] for one in chosen}
+        changes = {one: edit.changes for one, edit in edits_of.items()}
+        try:
+            form, known = compile_edits(kernel.function, text, changes)
+        except Exception:  # lockstep refuses the function, or Python one of the edits
+            return {}
+        in_order = sorted(
+            known, key=lambda one: edits_of[one].start
+        )  # those of a statement together
+        return replay.run_edits(units, kernel.function, form, in_order)
+
+    def form_together(self, number: int) -> Any:
+        """Return the form with an edit that a batch of programs runs, or None if lockstep refuses it."""
+        kernel, text, edit = self._found[number]
+        try:
+            return compile_lockstep(kernel.function, ast.parse(edit.apply(text)))
+        except Exception:  # as in :meth:`compiled`
+            return None
 
     def has_effect(self, number: int, replay: Replay, units: Sequence[Unit]) -> bool:
         """Answer whether an edit changes a value in some units; True if that was not observed.
@@ -111,6 +165,10 @@ class EditedForms:
             else:
                 self._effective |= {one: at in observer.differ for at, one in enumerate(group)}
         return self._effective[number]
+
+    def function(self, number: int) -> Any:
+        """Return the function that an edit changes."""
+        return self._found[number][0].function
 
     def _group(self, number: int) -> list[int]:
         kernel, text, edit = self._found[number]
@@ -430,14 +488,9 @@ class Trials:
             self.tried += 1
             if not self.tried % _OFTEN:
                 send(self.tried)
-            if first and not forms.has_effect(number, self.replay, first):
-                continue
-            if (compiled := forms.compiled(number)) is None:
-                continue
-            edited = {kernel.function.fn: compiled}
-            share, is_elsewhere = self._share(first or self.suspects, edited)
+            share, is_elsewhere = self._first_share(forms, number, first)
             if share == 1 or is_elsewhere:
-                share = max(self._share(None, edited)[0], 0.5 * (share == 1))
+                share = max(self._full_share(forms, number), 0.5 * (share == 1))
             if share > 0:
                 fields: dict[str, Any] = {"text": text, "edit": edit, "share": share}
                 repair = Repair(kernel=kernel, **fields)
@@ -471,16 +524,51 @@ class Trials:
         found.sort(key=lambda one: one[0])
         yield from ((kernel, text, edit) for _, kernel, text, edit in found)
 
-    def _share(self, units: Sequence[Unit] | None, edited: dict[Any, Any]) -> tuple[float, bool]:
-        """Return which share of the wrong elements of units an edit makes right, 0 if it makes one wrong.
+    def _first_share(
+        self, forms: EditedForms, number: int, first: Sequence[Unit]
+    ) -> tuple[float, bool]:
+        """Return :meth:`_share` of an edit for one wrong unit, or for all suspects if there is none."""
+        units = first or self.suspects
+        output = forms.output(number, self.replay, units)
+        if output is None:
+            return 0.0, False
+        if isinstance(output, torch.Tensor):
+            return self._share(units, output)
+        if first and not forms.has_effect(number, self.replay, first):
+            return 0.0, False
+        compiled = forms.compiled(number)
+        if compiled is None:
+            return 0.0, False
+        edited = {forms.function(number).fn: compiled}
+        return self._share_of_run(units, lambda: self.replay.run(units, edited))
 
-        The second result is whether it makes elements right that are not of the units: the edited programs
-        store other rows. None stands for all programs and all elements.
-        """
+    def _full_share(self, forms: EditedForms, number: int) -> float:
+        """Return the share of all wrong elements that an edit makes right, 0 if it makes one wrong."""
+        compiled = forms.compiled(number)
+        if compiled is None:
+            return 0.0
+        fn, together = forms.function(number).fn, forms.form_together(number)
+        forms_together = {} if together is None else {fn: together}
+        return self._share_of_run(
+            None, lambda: self.replay.run(None, {fn: compiled}, together=forms_together)
+        )[0]
+
+    def _share_of_run(
+        self, units: Sequence[Unit] | None, run: Callable[[], torch.Tensor]
+    ) -> tuple[float, bool]:
         try:
-            right = self.judge(self.replay.run(units, edited))
+            output = run()
+            return self._share(units, output)
         except (Exception, TooLong):  # an edited kernel may raise anything
             return 0.0, False
+
+    def _share(self, units: Sequence[Unit] | None, output: torch.Tensor) -> tuple[float, bool]:
+        """Return which share of the wrong elements of units is right in an output, 0 if one is wrong.
+
+        The second result is whether elements are right that are not of the units: the edited programs store
+        other rows. None stands for all programs and all elements.
+        """
+        right = self.judge(output)
         cells = torch.ones_like(right)
         if units is not None:
             cells = torch.stack([unit.cells for unit in units]).any(0)

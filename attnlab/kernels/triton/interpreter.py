@@ -20,8 +20,8 @@ functions defined here. The launch differs from Triton's own in these points:
   read in place of another. Overflows of int32 products are recorded, too.
 - Programs whose output is not requested are skipped, and the rest can be split over processes. The tests
   compare the result bit by bit with the whole grid in one process.
-- All programs of a launch run together (:mod:`attnlab.kernels.triton.lockstep.launch`), unless a probe is
-  active, or the launch does what lockstep refuses.
+- All programs of a launch run together (:mod:`attnlab.kernels.triton.lockstep.launch`), unless a probe
+  records what each does, or the launch does what lockstep refuses.
 """
 
 import functools
@@ -341,15 +341,15 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     ]
 
     probe = current_probe()
+    if probe is not None:
+        plan = replace(plan, processes=1)
+        plan.observed.budget = probe.budget
     if (
-        probe is None
+        (probe is None or not probe.records)
         and is_lockstep()
         and _run_together(function, arguments, converted, programs, sizes, plan)
     ):
         return
-    if probe is not None:
-        plan = replace(plan, processes=1)
-        plan.observed.budget = probe.budget
     log = None if probe is None else probe.begin(function, arguments, converted, sizes)
     trace: Trace | LaunchLog | None = log
     if log is None and plan.watched is not None:

@@ -8,11 +8,12 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import FunctionType
 from typing import Any
 
 _VARIANT = "_attnlab_variant"  # parameter of a compiled function
-_HEADS = ("value", "test", "iter")  # expressions of a statement that can be changed
+HEADS = ("value", "test", "iter")  # expressions of a statement that can be changed
 _MOST_BRANCHES = 40  # variants of a function; more are more functions
 
 Observer = Callable[..., Any]
@@ -53,14 +54,19 @@ def compile_text(function: Any, text: str, names: Mapping[str, Any] | None = Non
 
     ``names``: values of further names in the text. Raises SyntaxError for a text that is no Python.
     """
+    compiled = compile_tree(function, tree_with_names(text, names or ()))
+    return with_defaults(compiled, names) if names else compiled
+
+
+def tree_with_names(text: str, names: Iterable[str]) -> ast.Module:
+    """Return the syntax tree of a text, with keyword parameters for further names in it."""
     tree = ast.parse(text)
-    if not names:
-        return compile_tree(function, tree)
     assert isinstance(tree.body[0], ast.FunctionDef)
     arguments = tree.body[0].args
-    arguments.kwonlyargs += [ast.arg(arg=name) for name in names]
-    arguments.kw_defaults += [ast.Constant(value=0) for _ in names]
-    return _with_defaults(compile_tree(function, tree), names)
+    for name in names:
+        arguments.kwonlyargs.append(ast.arg(arg=name))
+        arguments.kw_defaults.append(ast.Constant(value=0))
+    return tree
 
 
 def compile_tree(function: Any, tree: ast.Module) -> Any:
@@ -81,9 +87,7 @@ class KernelTree:
 
     def __init__(self, function: Any, text: str) -> None:
         self._function, self._text = function, text
-        self._rows = [0]
-        for row in text.encode().splitlines(keepends=True):
-            self._rows.append(self._rows[-1] + len(row))
+        self._rows = row_starts(text)
         self._plain = list(statements(function_of(text).body))
         tree = ast.parse(text)
         self._tree = function.rewriter.ast_transformer.visit(tree)
@@ -102,7 +106,7 @@ class KernelTree:
         at = next(i for i, one in enumerate(self._plain) if one.lineno == line)
         heads = {
             name: root
-            for name in _HEADS
+            for name in HEADS
             if isinstance(root := getattr(self._plain[at], name, None), ast.expr)
         }
         found: list[Any] = [None] * len(changes)
@@ -208,16 +212,22 @@ class KernelTree:
             body[n] = before
 
 
+def row_starts(text: str) -> list[int]:
+    """Return the first byte of each line of a text, and its length."""
+    rows = text.encode().splitlines(keepends=True)
+    return list(accumulate(map(len, rows), initial=0))
+
+
 def _no_arguments() -> ast.arguments:
     return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
 def _selected(compiled: Any, chosen: int | Observer) -> Any:
     """Return a function with the number of a variant, or an observer, as its last parameter."""
-    return _with_defaults(compiled, {_VARIANT: chosen})
+    return with_defaults(compiled, {_VARIANT: chosen})
 
 
-def _with_defaults(compiled: Any, values: Mapping[str, Any]) -> Any:
+def with_defaults(compiled: Any, values: Mapping[str, Any]) -> Any:
     """Return a function with other defaults of keyword parameters."""
     one = FunctionType(
         compiled.__code__, compiled.__globals__, compiled.__name__, compiled.__defaults__

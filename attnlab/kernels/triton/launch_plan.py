@@ -37,10 +37,15 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class LaunchParameters:
-    """A kernel's name and the parameters of its launch that are integers, such as BLOCK_M."""
+    """A kernel's name and the parameters of its launch that are numbers, such as BLOCK_M, by name."""
 
     kernel: str
-    numbers: dict[str, int]
+    values: dict[str, int | float | bool]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Return the integers."""
+        return {name: value for name, value in self.values.items() if type(value) is int}
 
 
 _PLAN: ContextVar[LaunchPlan | None] = ContextVar("plan", default=None)
@@ -91,7 +96,8 @@ def is_recorded(kernel: str, arguments: dict[str, Any]) -> bool:
     found = _RECORDED.get()
     if found is None:
         return False
-    numbers = {name: value for name, value in arguments.items() if type(value) is int}
+    plain = {name: getattr(value, "value", value) for name, value in arguments.items()}
+    numbers = {n: value for n, value in plain.items() if isinstance(value, int | float | bool)}
     found.append(LaunchParameters(kernel, numbers))
     return True
 

@@ -284,6 +284,14 @@ def patch_operations(interpreter: Any, scope: Any) -> None:
         ]
         return self.binary_op(*signed, np.right_shift)
 
+    splat = builder.create_splat
+
+    def spread(self: Any, type: Any, arg: Any) -> Any:
+        """Spread the result of a comparison as bool: its handle has the type of the operands."""
+        if arg.data.dtype == np.bool_:
+            return handle(np.full(tuple(type.shape), arg.data.item()), arg.dtype.scalar)
+        return splat(self, type, arg)
+
     def all_ones(self: Any, type: Any) -> Any:
         dtype = interpreter._get_np_dtype(type)
         number = True if dtype == np.bool_ else np.array(-1).astype(dtype)
@@ -291,7 +299,7 @@ def patch_operations(interpreter: Any, scope: Any) -> None:
 
     for name, function in {
         "binary_op": on_bits, "create_fma": multiplied_and_added, "create_ashr": shifted,
-        "get_all_ones_value": all_ones,
+        "get_all_ones_value": all_ones, "create_splat": spread,
     }.items():  # fmt: skip
         scope.set_attr(builder, name, function)
 

@@ -5,6 +5,7 @@ outside one cost nothing more. Lines are recorded with ``sys.settrace``, in the 
 only; a trace function that was set before is restored.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlab.kernels.triton.kernel_text import compile_text, place_of
+from attnlab.kernels.triton.kernel_text import (
+    compile_text,
+    place_of,
+    with_defaults,
+)
 from attnlab.kernels.triton.run_log import Budget, RunLog
 
 Program = tuple[int, int, int]
 Line = tuple[str, int]  # file and line
+_MOST_TEXTS = 256  # compiled texts of functions
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,6 +129,7 @@ class Probe:
 
     - ``records``: whether ``launches`` gets a log of each launch.
     - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
+      ``together``: the same for functions in the form in which a batch of programs runs them.
     - ``texts``: texts that run in place of those of functions, by file and first line. They replace the
       function in every module that was loaded from the file: a source is loaded for each platform.
       ``names``: values of further names in these texts.
@@ -131,21 +138,20 @@ class Probe:
 
     records: bool = False
     edited: Mapping[Any, Any] = field(default_factory=dict)
+    together: Mapping[Any, Any] = field(default_factory=dict)
     texts: Mapping[Line, str] = field(default_factory=dict)
     names: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
     launches: list[LaunchLog] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set)
-    _compiled: dict[Any, Any] = field(default_factory=dict)
 
     def rewritten(self, original: Any, function: Any) -> Any:
         """Return what runs as ``original``, a function of Triton, whose interpreted form is ``function``."""
         found = self.edited.get(original.fn, function)
         text = self.texts.get(place_of(original)) if self.texts else None
         if text is not None:
-            if original.fn not in self._compiled:
-                self._compiled[original.fn] = compile_text(original, text, self.names)
-            found = self._compiled[original.fn]
+            compiled = _of_text(original, text, tuple(self.names))
+            found = with_defaults(compiled, self.names) if self.names else compiled
         self.codes.add(found.__code__)
         return found
 
@@ -166,6 +172,11 @@ class Probe:
                 log.before[value.data_ptr()] = value.clone()
         self.launches.append(log)
         return log
+
+
+@functools.lru_cache(maxsize=_MOST_TEXTS)
+def _of_text(function: Any, text: str, names: tuple[str, ...]) -> Any:
+    return compile_text(function, text, dict.fromkeys(names, 0))
 
 
 _PROBE: ContextVar[Probe | None] = ContextVar("probe", default=None)

@@ -4,8 +4,8 @@ The tensors of a launch get their first contents back before each run, so a run 
 small part of the time of the call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,15 @@ import torch
 
 from attnlab.kernels.triton.interpreter import prepared
 from attnlab.kernels.triton.kernel_text import called_functions
-from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
-from attnlab.kernels.triton.run_log import Budget, RunLog, limited
+from attnlab.kernels.triton.lockstep.edits import EditRun
+from attnlab.kernels.triton.lockstep.launch import Together
+from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
+from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
+_EDITS_SLACK = (
+    4  # the same for a run with many edits, of which those that loop for long are left out
+)
+_EDITS_S = 3.0  # processor time of such a run
 _SLACK = 20  # a run may have so many times as many operations as the recorded one
 _SLACK_S, _SLACK_SHARE = (
     1.0,
@@ -138,12 +144,17 @@ class Replay:
         return cells
 
     def run(
-        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], slack: int = _SLACK
+        self,
+        units: Sequence[Unit] | None,
+        edited: Mapping[Any, Any],
+        slack: int = _SLACK,
+        together: Mapping[Any, Any] | None = None,
     ) -> torch.Tensor:
         """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
 
         Rows that these do not write are as before the call. Launches before the first one that has an edited
-        function run only once.
+        function run only once. ``together``: the edited functions in the form in which a batch of programs
+        runs them; without it, programs with an edited function run one after another.
 
         Raises what an edited kernel raises, or TooLong if it needs more than ``slack`` times the operations
         of the recorded run, or too much processor time.
@@ -154,13 +165,18 @@ class Replay:
         )
         first = next(reached, 0)
         self._restore(units, first)
-        self._run(units, edited, range(first, len(self.launches)), slack)
+        self._run(units, edited, range(first, len(self.launches)), slack, together)
         return self.contents()
 
     def _run(
-        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], launches: range, slack: int
+        self,
+        units: Sequence[Unit] | None,
+        edited: Mapping[Any, Any],
+        launches: range,
+        slack: int,
+        together: Mapping[Any, Any] | None = None,
     ) -> None:
-        """Run programs of some launches; writes their tensors."""
+        """Run programs of some launches, all programs in lockstep if possible; writes their tensors."""
         from triton.runtime import interpreter
 
         wanted = [
@@ -169,7 +185,7 @@ class Replay:
             else {log.program for unit in units for at, log in unit.programs if at == index}
             for index, launch in enumerate(self.launches)
         ]
-        with probing(Probe(edited=edited)):
+        with probing(Probe(edited=edited, together=together or {})):
             for at in launches:
                 launch, programs = self.launches[at], wanted[at]
                 if not programs:
@@ -177,11 +193,83 @@ class Replay:
                 kernel = launch.function.rewrite()
                 observed = RunLog(budget=_budget(launch, programs, slack))
                 notes = _Notes(self._note_stores)
+                if units is None and not self._run_together(launch, programs, observed):
+                    continue
                 with prepared(kernel, launch.arguments, launch.sizes, observed, notes):
                     for program in sorted(programs):
                         interpreter.interpreter_builder.set_grid_idx(*program)
                         with limited(observed.budget):
                             kernel(**launch.converted)
+
+    def _run_together(
+        self, launch: LaunchLog, programs: Collection[Program], observed: RunLog
+    ) -> str:
+        """Run programs of a launch in lockstep; return "", or why they must run one after another."""
+        return Together(
+            function=launch.function,
+            arguments=launch.arguments,
+            converted=launch.converted,
+            programs=sorted(programs),
+            trace=None,
+            prepare=self._prepare(launch),
+            on_programs=lambda done, total: None,
+            observed=observed,
+            on_stored=self._note_stores,
+        ).run()
+
+    def _prepare(self, launch: LaunchLog) -> Callable[[Any, Any], Any]:
+        return lambda observed, extension: prepared(
+            launch.function.fn,
+            launch.arguments,
+            launch.sizes,
+            observed,
+            extension=extension,
+        )
+
+    def run_edits(
+        self, units: Sequence[Unit], function: Any, kernel: Any, edits: Sequence[int]
+    ) -> dict[int, torch.Tensor | None]:
+        """Return the outputs after the programs of some units, as :meth:`run`, with each of several edits.
+
+        ``kernel``: the form of ``function`` with all of them, of
+        :func:`attnlab.kernels.triton.lockstep.edits.compile_edits`. Edits that cannot run together are left
+        out, and all of them if several launches of the units have the function. None stands for one that
+        raises something or changes nothing.
+        """
+        wanted = [
+            sorted({log.program for unit in units for at, log in unit.programs if at == index})
+            for index in range(len(self.launches))
+        ]
+        having = [
+            at for at, some in enumerate(self._functions) if function.fn in some and wanted[at]
+        ]
+        if len(having) != 1:
+            return {}
+        (at,) = having
+        launch, programs, found = self.launches[at], wanted[at], dict[int, torch.Tensor | None]()
+        self._restore(units, at)
+        edited = EditRun(
+            launch=launch,
+            programs=programs,
+            prepare=self._prepare(launch),
+            budget=lambda: replace(_budget(launch, set(programs), _EDITS_SLACK), seconds=_EDITS_S),
+        )
+        with probing(Probe(together={function.fn: kernel})):
+            ran = edited.run(edits)
+        for number, writes in ran:
+            if writes is None:
+                found[number] = None
+                continue
+            self._restore(units, at)
+            for addresses in writes.addresses():
+                self._note_stores(addresses)
+            writes.apply()
+            try:
+                self._run(units, {}, range(at + 1, len(self.launches)), _SLACK)
+            except (Exception, TooLong):  # for numbers that no right kernel stores
+                continue
+            found[number] = self.contents()
+        return found
 
     def contents(self) -> torch.Tensor:
         """Return a copy of the output as the last run left it, [rows, heads, head_size]."""

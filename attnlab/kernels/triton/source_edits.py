@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
-from attnlab.kernels.triton.kernel_text import Change, function_of, statements
+from attnlab.kernels.triton.kernel_text import Change, function_of, row_starts, statements
 
 # Parts of a kernel that an expression of it may lack: names, factors, terms, conditions and positions.
 
@@ -276,7 +276,7 @@ class Edit:
         if self.more:
             return None
         changed = self.apply(text)
-        rows, end = _starts(changed), self.start + len(self.after.encode())
+        rows, end = row_starts(changed), self.start + len(self.after.encode())
         after = self.after.strip()
         first = self.start + self.after.index(after) + len(after) - len(after.lstrip("( "))
         last = end - len(after) + len(after.rstrip(") "))
@@ -294,7 +294,7 @@ class Edit:
 
     def moved(self, text: str, whole: str) -> "Edit":
         """Return the edit for another text whose rows are the same in the places of the edit."""
-        rows, others = (_starts(one) for one in (text, whole))
+        rows, others = (row_starts(one) for one in (text, whole))
 
         def place(at: int) -> int:
             row = bisect_right(rows, at) - 1
@@ -305,7 +305,7 @@ class Edit:
 
     def is_in_test(self, text: str) -> bool:
         """Answer whether it changes the test of a branch or of a conditional expression of a text."""
-        rows = _starts(text)
+        rows = row_starts(text)
         tests = (
             one.test for one in ast.walk(ast.parse(text)) if isinstance(one, ast.If | ast.IfExp)
         )
@@ -320,6 +320,11 @@ class Edit:
         """Return the bytes that the edit replaces, as begin and end, and the new text; of an edit of several
         places, none."""
         return (0, 0, "") if self.more else (self.start, self.end, self.after)
+
+    @property
+    def changes(self) -> list[Change]:
+        """Return the bytes that the edit replaces in each place, and the new text."""
+        return [(*span, self.after) for span in ((self.start, self.end), *self.more)]
 
     @property
     def text(self) -> str:
@@ -337,7 +342,7 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
     """
     function = function_of(text)
     parts = Parts(function, function_of(whole))
-    starts = _starts(text)
+    starts = row_starts(text)
     found = dict[tuple[int, int, str], Edit]()
     for statement in statements(function.body):
         if statement.lineno not in lines:
@@ -365,12 +370,6 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
         return list(found.values())
     repeated = edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []
     return [*found.values(), *_in_all_places(repeated)]
-
-
-def _starts(text: str) -> list[int]:
-    """Return the first byte of each line of a text, and its length."""
-    rows = text.encode().splitlines(keepends=True)
-    return list(accumulate(map(len, rows), initial=0))
 
 
 def _edits_is_condition(node: ast.expr) -> bool:

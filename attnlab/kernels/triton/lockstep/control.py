@@ -15,10 +15,12 @@ Values of programs that are not active mean nothing. They are never stored, and 
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
+from attnlab.kernels.triton.run_log import Budget, TooLong
 
 _MOST_STEPS = 1 << 20  # iterations of a while loop
 _SMALL = 1 << 30  # loop variables below it stay far from the end of int32
@@ -55,6 +57,12 @@ class Batch:
     - ``active``: (P,) bool, or None if all are active.
     - ``limit``: the elements that a value may have; a batch with a larger one is
       split, so that its values fit into memory.
+    - ``places``: (P,) int64, the places of the programs in the batch that this is a part of, or None.
+    - ``edits``: (P,) int64, the edit of the kernel that each program has, if they have any. ``raised``: what
+      the expressions of edits raised; ``apart``: groups of edits with values that cannot be united with the
+      others. Programs with such an edit go on with a value of others, and what they do means nothing.
+      ``slow``: the edit whose expression takes too long. ``budget``: the limit of operations, which does not
+      count those of edits' expressions that end.
     - ``scalar_loops``: the number of loops around whose variable is a scalar of Triton, not an int.
     """
 
@@ -63,6 +71,12 @@ class Batch:
     interpreter: Any
     active: Any = None
     limit: int = 1 << 20
+    places: Any = None
+    edits: Any = None
+    raised: dict[int, Exception] = field(default_factory=dict)
+    apart: list[list[int]] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)
+    budget: Budget = field(default_factory=lambda: Budget(operations=0))
     scalar_loops: int = 0
 
     @property
@@ -97,6 +111,11 @@ def begin(batch: Batch | None) -> None:
 def running() -> Batch:
     """Return the batch that runs."""
     return _RUNNING[0]
+
+
+def live(data: Any) -> Any:
+    """Return the part of a value's array that belongs to active programs, or all of it if no batch runs."""
+    return _RUNNING[0].live(data) if _RUNNING else data
 
 
 def scalars(value: Any) -> Any:
@@ -316,6 +335,148 @@ def negated(value: Any) -> Any:
     """Return ``not value``."""
     found = truth(value)
     return not found if isinstance(found, bool) else value == 0
+
+
+Part = tuple[
+    Sequence[str], Callable[..., Any]
+]  # names of variables, and a function of their values
+
+
+def varied(
+    variables: Mapping[str, Any], value: Part, numbers: Sequence[int], others: Sequence[Part]
+) -> Any:
+    """Return the value of an expression, but for programs with one of the edits ``numbers`` that of its part.
+
+    Each is computed for its programs alone. The most frequent kind of value counts; edits with another one,
+    or that raise something, are noted.
+    """
+    batch = running()
+    present = set(batch.edits.tolist()).difference(batch.raised, *batch.apart)
+    found: dict[Any, list[tuple[Any, Any]]] = {}
+    rest = np.ones(batch.size, np.bool_)
+    for number, other in zip(numbers, others, strict=True):
+        mask = batch.edits == number if number in present else rest[:0]
+        if mask.size and narrowed(mask).any():
+            left = batch.budget.operations
+            try:
+                one = _of_part(batch, mask, other, variables)
+                batch.budget.operations = left
+            except Diverged:
+                raise
+            except TooLong:
+                batch.slow.append(number)
+                raise
+            except Exception as error:  # also Refused
+                batch.raised[number] = error
+            else:
+                rest &= ~mask
+                found.setdefault(_kind(one), []).append((mask, one))
+    if not found:
+        return value[1](*(variables[name] for name in value[0] if name in variables))
+    if narrowed(rest).any():
+        own = _of_part(batch, rest, value, variables)
+        found.setdefault(_kind(own), []).append((rest, own))
+    return _united(_most_frequent(batch, found))
+
+
+def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> Any:
+    """Return the masks and values of the kind that most programs have; note the edits of the others."""
+    several = max(found.values(), key=lambda of_kind: sum(int(mask.sum()) for mask, _ in of_kind))
+    for others in found.values():
+        if others is not several:
+            mask = np.logical_or.reduce([mask for mask, _ in others])
+            batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
+    return several
+
+
+def _of_part(batch: Batch, mask: Any, part: Part, variables: Mapping[str, Any]) -> Any:
+    """Return the value of a part, computed by the programs of a mask, (P,) bool, as a batch of their own."""
+    chosen, (names, function) = np.flatnonzero(mask), part
+    active = None if batch.active is None else batch.active[chosen]
+    own = replace(
+        batch,
+        ids=batch.ids[chosen],
+        numbers=batch.numbers[chosen],
+        edits=batch.edits[chosen],
+        places=chosen if batch.places is None else batch.places[chosen],
+        active=None if active is None or active.all() else active,
+    )
+    begin(own)
+    try:
+        return function(*(_taken(batch, variables[name], chosen) for name in names))
+    except KeyError as error:
+        raise UnboundLocalError(str(error)) from error
+    except Diverged as diverged:
+        groups = [chosen[group] for group in diverged.groups]
+        groups[0] = np.sort(np.concatenate([groups[0], np.flatnonzero(~mask)]))
+        raise Diverged(groups) from diverged
+    finally:
+        begin(batch)
+
+
+def _taken(batch: Batch, value: Any, chosen: Any) -> Any:
+    """Return the part of a value that belongs to some programs of a batch."""
+    if isinstance(value, tuple):
+        parts = [_taken(batch, one, chosen) for one in value]
+        return batch.interpreter._tuple_create(value, parts)
+    handle = getattr(value, "handle", None)
+    if handle is None or not isinstance(value, batch.interpreter.tl.tensor):
+        return value
+    if hasattr(handle, "parts"):
+        parts = [part if len(part) == 1 else part[chosen] for part in handle.parts]
+        shape = (max(map(len, parts)), *handle.shape[1:])
+        return batch.interpreter.tl.tensor(type(handle)(parts, shape, handle.dtype), value.type)
+    if len(handle.data) == 1:
+        return value
+    own = batch.interpreter.TensorHandle(handle.data[chosen], handle.dtype)
+    return batch.interpreter.tl.tensor(own, value.type)
+
+
+def _kind(value: Any) -> Any:
+    """Return what values have in common that can be united."""
+    if isinstance(value, tuple):
+        return ("tuple", *map(_kind, value))
+    if isinstance(value, Range):
+        return "range"
+    handle = getattr(value, "handle", None)
+    if handle is not None:
+        return value.type.name, handle.data.dtype.str
+    if isinstance(value, running().interpreter.tl.tensor):
+        return "nothing"  # of a store
+    plain = getattr(value, "value", value)
+    return type(value), type(plain), repr(plain) if isinstance(plain, float) else plain
+
+
+def _united(several: Sequence[tuple[Any, Any]]) -> Any:
+    """Return one value from those of some programs each, all of one kind."""
+    first = several[0][1]
+    masks = [mask for mask, _ in several]
+    if len(several) == 1 and masks[0].all():
+        return first
+    if isinstance(first, tuple):
+        parts = [_united([*zip(masks, some, strict=True)])
+                 for some in zip(*(value for _, value in several), strict=True)]  # fmt: skip
+        return running().interpreter._tuple_create(first, parts)
+    if isinstance(first, Range):
+        found = Range(0)
+        bounds = zip(*(value.bounds for _, value in several), strict=True)
+        found.bounds = [_stacked(masks, some) for some in bounds]
+        return found
+    if getattr(first, "handle", None) is None:
+        return first
+    data = _stacked(masks, [value.handle.data for _, value in several])
+    interpreter = running().interpreter
+    return interpreter.tl.tensor(interpreter.TensorHandle(data, first.handle.dtype), first.type)
+
+
+def _stacked(masks: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    """Return an array (P, …) with the elements of each array at the programs of its mask."""
+    shape = np.broadcast_shapes(*(one.shape[1:] for one in arrays))
+    data = np.empty((running().size, *shape), dtype=arrays[0].dtype)
+    data[:] = arrays[0][:1]  # of programs that have no mask
+    for mask, one in zip(masks, arrays, strict=True):
+        data[mask] = one
+    return data
 
 
 Marks = tuple[Callable[[str], None], str]  # adds a point; the name of a branch

@@ -20,7 +20,7 @@ import numpy as np
 
 from attnlab.kernels.child_process import fork
 from attnlab.kernels.triton.coverage import is_measuring, marked_tree
-from attnlab.kernels.triton.kernel_text import text_of
+from attnlab.kernels.triton.kernel_text import place_of, text_of, tree_with_names, with_defaults
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
 from attnlab.kernels.triton.lockstep.memory import Part, Tensors, patch_memory
@@ -28,7 +28,8 @@ from attnlab.kernels.triton.lockstep.notes import Notes
 from attnlab.kernels.triton.lockstep.operations import Operations
 from attnlab.kernels.triton.lockstep.reads import Reads
 from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep
-from attnlab.kernels.triton.run_log import Memory, RunLog, Trace
+from attnlab.kernels.triton.probe import Probe, current_probe
+from attnlab.kernels.triton.run_log import Memory, RunLog, Trace, limited
 
 Program = tuple[int, int, int]
 
@@ -39,6 +40,7 @@ _BYTES = 512  # of memory per element of the largest value, with all others that
 
 _ON: ContextVar[bool] = ContextVar("lockstep", default=True)
 _FORMS: dict[tuple[Any, bool], Any] = {}  # compiled functions, or the reason of a refusal
+_MOST_TEXTS = 256  # compiled texts of functions
 
 
 @contextmanager
@@ -63,12 +65,17 @@ class Form:
     function: Any
 
     def rewrite(self) -> Any:
-        """Return the rewritten function; raise Refused if it cannot be rewritten."""
-        key = (self.function.fn, is_measuring())
+        """Return the rewritten function, or that of an active probe; raise Refused if it cannot be
+        rewritten."""
+        probe = current_probe()
+        if probe is not None and (own := self._of_probe(probe)) is not None:
+            return own
+        is_marked = probe is None and is_measuring()
+        key = (self.function.fn, is_marked)
         if key not in _FORMS:
             try:
                 text = text_of(self.function)
-                tree = marked_tree(self.function) if is_measuring() else ast.parse(text)
+                tree = marked_tree(self.function) if is_marked else ast.parse(text)
                 _FORMS[key] = compile_lockstep(self.function, tree)
             except Refused as refused:
                 _FORMS[key] = str(refused)
@@ -76,6 +83,23 @@ class Form:
         if isinstance(found, str):
             raise Refused(f"{found} in {self.function.fn.__name__}")
         return found
+
+    def _of_probe(self, probe: Probe) -> Any:
+        """Return the function that a probe runs in place of this one, or None."""
+        if self.function.fn in probe.together:
+            return probe.together[self.function.fn]
+        if self.function.fn in probe.edited:
+            raise Refused("an edited function")
+        text = probe.texts.get(place_of(self.function)) if probe.texts else None
+        if text is None:
+            return None
+        compiled = _of_text(self.function, text, tuple(probe.names))
+        return with_defaults(compiled, probe.names) if probe.names else compiled
+
+
+@functools.lru_cache(maxsize=_MOST_TEXTS)
+def _of_text(function: Any, text: str, names: tuple[str, ...]) -> Any:
+    return compile_lockstep(function, tree_with_names(text, names))
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +128,8 @@ class Together:
       run, in order. ``trace``: the regions whose accesses are recorded, with ``reads`` that it changes.
     - ``prepare``: patches the language for a log and an extension, inside a ``with`` block. ``observed``: the
       log of the launch. ``processes``: as in :class:`attnlab.kernels.triton.launch_plan.LaunchPlan`,
-      which share what is left after ``alone_s`` seconds.
+      which share what is left after ``alone_s`` seconds. ``on_stored``: called with the addresses of stored
+      elements (uint64), if the programs run together in one process.
     """
 
     function: Any
@@ -117,6 +142,7 @@ class Together:
     observed: RunLog
     processes: int = 1
     alone_s: float = math.inf
+    on_stored: Callable[[Any], None] | None = None
 
     def run(self) -> str:
         """Run all programs; return "", or why they must run one after another.
@@ -128,7 +154,8 @@ class Together:
         if any(hasattr(value, "block_shape") for value in self.arguments.values()):
             return "a tensor descriptor"
         reads = None if self.trace is None else Reads(self.trace.regions)
-        tensors = Tensors(Memory(self.arguments), Notes(), reads, is_shared=self.processes > 1)
+        notes = Notes(budget=self.observed.budget)
+        tensors = Tensors(Memory(self.arguments), notes, reads, is_shared=self.processes > 1)
         extension = Extension(Operations(interpreter), tensors, interpreter)
         try:
             kernel = Form(self.function).rewrite()
@@ -141,6 +168,9 @@ class Together:
         finally:
             control.begin(None)
         tensors.notes.tell(self.observed)
+        if self.on_stored is not None:
+            for addresses in tensors.stored_addresses():
+                self.on_stored(addresses)
         if reads is not None and self.trace is not None:
             for key, slots in reads.by_program():
                 self.trace.reads.setdefault(key, set()).update(slots)
@@ -210,7 +240,8 @@ class Runner:
         control.begin(Batch(ids, numbers, self.interpreter, limit=most_elements()))
         self.tensors.forget()
         try:
-            self.kernel(**self.converted)
+            with limited(self.tensors.notes.budget):
+                self.kernel(**self.converted)
             self.tensors.commit()
         except Diverged as diverged:
             todo += [numbers[group] for group in reversed(diverged.groups)]

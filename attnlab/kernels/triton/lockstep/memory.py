@@ -162,6 +162,13 @@ class Tensors:
             if one.before is not None
         }
 
+    def stored_addresses(self) -> Iterator[Any]:
+        """Yield the addresses of the elements that were stored, of one storage after the other (uint64)."""
+        for own, one in self._storages.items():
+            if one.before is not None:
+                size = np.uint64(one.before.dtype.itemsize)
+                yield np.uint64(own) + np.flatnonzero(one.stored).astype(np.uint64) * size
+
     def part(self) -> Part:
         """Return what this copy of the process did, with what was done before it was made."""
         loaded = frozenset(own for own, one in self._storages.items() if one.is_loaded)
@@ -325,8 +332,9 @@ class Tensors:
             mask = mask & batch.active.reshape(-1, *(1,) * (len(shape) - 1))
         addresses, bits = (np.broadcast_to(one, shape) for one in (pointers.data, bits))
         addresses, mask = self._inside("writes", addresses, mask, bits.dtype.itemsize)
+        places = np.arange(batch.size) if batch.places is None else batch.places
         program = np.broadcast_to(
-            np.arange(batch.size, dtype=np.uint16).reshape(-1, *(1,) * (len(shape) - 1)), shape
+            places.astype(np.uint16).reshape(-1, *(1,) * (len(shape) - 1)), shape
         )
         if mask.all():
             live = addresses.reshape(-1)

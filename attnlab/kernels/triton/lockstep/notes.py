@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.kernels.triton.lockstep.control import Refused, running
-from attnlab.kernels.triton.run_log import Outside, RunLog, Wrap, kernel_line
+from attnlab.kernels.triton.run_log import Budget, Outside, RunLog, Wrap, kernel_line
 
 Line = tuple[str, int]
 Noted = dict[Line, tuple[int, int, Any]]  # number of the program, a time in the batch, the note
@@ -19,10 +19,12 @@ Noted = dict[Line, tuple[int, int, Any]]  # number of the program, a time in the
 class Notes:
     """The notes of a launch. It takes the place of its log while batches run.
 
-    ``_wraps`` and ``_outside`` are those of batches that ended, ``_new`` those of the batch that runs.
+    ``budget``: a limit of operations, of which one serves all programs of a batch, or None. ``_wraps`` and
+    ``_outside`` are those of batches that ended, ``_new`` those of the batch that runs.
     """
 
     operations: int = 0
+    budget: Budget | None = None
     _time: int = 0
     _wraps: Noted = field(default_factory=dict)
     _outside: Noted = field(default_factory=dict)
@@ -31,6 +33,8 @@ class Notes:
     def operated(self) -> None:
         """Count an operation."""
         self.operations += 1
+        if self.budget is not None:
+            self.budget.spend()
 
     def multiply(self, left: Any, right: Any) -> Any:
         """Return left × right as NumPy computes it; note an int32 overflow."""

@@ -208,8 +208,9 @@ class Rewriter(ast.NodeTransformer):
             marks = f", ({RAN_MARK}, {items.args[0].value!r})"
             items = items.args[1]
         items = self.visit(items)
-        if _is_call(items, "range"):
-            items.func = _expression(f"{CONTROL}.Range")
+        for one in _alternatives(items):
+            if _is_call(one, "range"):
+                one.func = _expression(f"{CONTROL}.Range")
         call = _expression(f"{CONTROL}.loop(0, {masks}, {exact}{marks})")
         call.args[0] = items
         node.iter = ast.copy_location(call, node.iter)
@@ -297,6 +298,13 @@ def _has_jump(block: Iterable[ast.stmt]) -> bool:
 
 def _is_call(node: Any, name: str) -> bool:
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") == name
+
+
+def _alternatives(items: Any) -> list[Any]:
+    """Return what a loop goes through: one expression, or that of each edit."""
+    if ast.unparse(getattr(items, "func", items)) != f"{CONTROL}.varied":
+        return [items]
+    return [one.elts[1].body for one in (items.args[1], *items.args[3].elts)]
 
 
 def _targets(names: Sequence[str]) -> str:

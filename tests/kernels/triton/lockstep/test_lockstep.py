@@ -338,3 +338,12 @@ def test_interpret_needs_an_interpreting_triton(monkeypatch):
     monkeypatch.setattr(interpreter, "is_interpreting", lambda: False)
     with pytest.raises(Unavailable, match="TRITON_INTERPRET"), attnlab.interpret():
         pass
+
+
+def test_a_scalar_condition_of_floats_is_spread_over_a_block(kernels):
+    """Triton's interpreter alone makes a float of it, and cannot combine it with a condition."""
+    out = torch.zeros(len(NUMBERS), 16)
+    assert not run_both(kernels.selects, (len(NUMBERS),), NUMBERS, out, SIZE=16).alone
+    expected = torch.full_like(out, 0.5)
+    expected[NUMBERS == 5, :3] = 1.0
+    assert torch.equal(out, expected)

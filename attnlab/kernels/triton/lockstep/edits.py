@@ -1,0 +1,275 @@
+"""Run many edits of a kernel at once: each edit is one more copy of the programs of a batch.
+
+A function is compiled with many edits. The expression of an edited statement becomes a call of
+:func:`attnlab.kernels.triton.lockstep.control.varied` with a function for each edit. So the copies of a
+program share what is computed before the edits differ. The stores of each copy are kept apart.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnlab.kernels.triton.kernel_text import HEADS, Change, row_starts, statements
+from attnlab.kernels.triton.lockstep import control
+from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
+from attnlab.kernels.triton.lockstep.launch import Extension, Form, most_elements
+from attnlab.kernels.triton.lockstep.memory import Store, Tensors
+from attnlab.kernels.triton.lockstep.notes import Notes
+from attnlab.kernels.triton.lockstep.operations import Operations
+from attnlab.kernels.triton.lockstep.rewriting import CONTROL, compile_lockstep, loaded, stored
+from attnlab.kernels.triton.probe import LaunchLog
+from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
+
+Program = tuple[int, int, int]
+_NO_EDIT = -1  # the number of the unchanged programs
+_MOST = 64  # edits of a batch
+
+
+def compile_edits(
+    function: Any, text: str, changes: Mapping[int, Sequence[Change]]
+) -> tuple[Any, frozenset[int]]:
+    """Return a function of Triton with edits, as a batch runs it, and the numbers of those that it has.
+
+    ``changes``: of each edit, by its number. An edit of more than expressions of statements, or that is no
+    Python, is left out. Raises Refused if lockstep cannot run the function.
+    """
+    tree, rows = ast.parse(text), row_starts(text)
+    assert isinstance(tree.body[0], ast.FunctionDef)
+    heads = [
+        _Head(
+            statement, name, root, rows[root.lineno - 1] + root.col_offset, rows[last - 1] + after
+        )
+        for statement in statements(tree.body[0].body)
+        for name in HEADS
+        if isinstance(root := getattr(statement, name, None), ast.expr)
+        and (last := root.end_lineno) is not None
+        and (after := root.end_col_offset) is not None
+    ]
+    given = tree.body[0].args
+    arguments = [one.arg for one in (*given.args, *given.kwonlyargs)]
+    variables = {*arguments, *stored(tree.body[0].body)}
+    edited = [dict[int, ast.expr]() for _ in heads]
+    done = set[int]()
+    for number, several in changes.items():
+        places = [_head_of(heads, change) for change in several]
+        parsed = {
+            at: heads[at].parsed(text, [c for c, i in zip(several, places, strict=True) if i == at])
+            for at in set(places)
+            if at is not None
+        }
+        if None not in places and None not in parsed.values():
+            done.add(number)
+            for at, value in parsed.items():
+                edited[at][number] = value
+    for head, others in zip(heads, edited, strict=True):
+        if others:
+            is_assigned = isinstance(head.statement, ast.Assign)
+            setattr(head.statement, head.name, _varied(head.root, others, is_assigned, variables))
+    return compile_lockstep(function, tree), frozenset(done)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """An expression of a statement, and where it begins and ends in the text, in bytes."""
+
+    statement: ast.stmt
+    name: str
+    root: ast.expr
+    begin: int
+    end: int
+
+    def parsed(self, text: str, changes: Sequence[Change]) -> Any:
+        """Return the expression with some changes, or None if it is no Python."""
+        data = text.encode()[: self.end]
+        for start, stop, after in sorted(changes, reverse=True):
+            data = data[:start] + after.encode() + data[stop:]
+        try:
+            return ast.parse(b"(" + data[self.begin :] + b")", mode="eval").body
+        except SyntaxError:
+            return None
+
+
+def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
+    """Return the index of the expression that has all of a change, or None."""
+    start, stop, _ = change
+    found = (i for i, one in enumerate(heads) if one.begin <= start < stop <= one.end)
+    return next(found, None)
+
+
+def _varied(
+    root: ast.expr, others: Mapping[int, ast.expr], is_assigned: bool, variables: set[str]
+) -> Any:
+    """Return the call for an expression and its edits; numbers that are assigned become scalars of Triton."""
+    call: Any = ast.parse(f"{CONTROL}.varied(locals(), 0)", mode="eval").body
+    numbers, values = (ast.Tuple(elts=[], ctx=ast.Load()) for _ in range(2))
+    for number, value in others.items():
+        numbers.elts.append(ast.Constant(value=number))
+        values.elts.append(_deferred(value, is_assigned, variables))
+    call.args[1:] = [_deferred(root, is_assigned, variables), numbers, values]
+    for node in ast.walk(call):
+        if isinstance(node, ast.expr):
+            ast.copy_location(node, root)
+    return call
+
+
+def _deferred(value: ast.expr, is_assigned: bool, variables: set[str]) -> Any:
+    """Return the names of the variables that an expression reads, and it as a function of them."""
+    names = sorted(variables & loaded(value))
+    text = "interpreter_semantic.to_tensor(0, False)" if is_assigned else "0"
+    found: Any = ast.parse(
+        f"({tuple(names)!r}, lambda {', '.join(names)}: {text})", mode="eval"
+    ).body
+    function = found.elts[1]
+    if is_assigned:
+        function.body.args[0] = value
+    else:
+        function.body = value
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writes:
+    """What the programs stored with one edit, in the order in which one after the other stores it."""
+
+    stores: list[Store]
+
+    def addresses(self) -> Iterator[Any]:
+        """Yield the addresses that are written, uint64."""
+        for one in self.stores:
+            size = one.bits.dtype.itemsize
+            yield np.uint64(one.storage.own) + one.index.astype(np.uint64) * np.uint64(size)
+
+    def equals(self, other: "Writes") -> bool:
+        """Answer whether the same bits are stored in the same places."""
+        return len(self.stores) == len(other.stores) and all(
+            a.storage.own == b.storage.own
+            and np.array_equal(a.index, b.index)
+            and np.array_equal(a.bits, b.bits)
+            for a, b in zip(self.stores, other.stores, strict=True)
+        )
+
+    def apply(self) -> None:
+        """Write to the tensors."""
+        for one in self.stores:
+            one.storage.bytes.view(one.bits.dtype)[one.index] = one.bits
+
+
+Ended = tuple[int, Writes | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EditRun:
+    """Programs of a launch that run with each of several edits.
+
+    An active probe has the edited function. ``prepare``: as in
+    :class:`attnlab.kernels.triton.lockstep.launch.Together`. ``budget``: makes the limits of a batch.
+    """
+
+    launch: LaunchLog
+    programs: Sequence[Program]
+    prepare: Callable[[Any, Any], Any]
+    budget: Callable[[], Budget]
+
+    def run(self, edits: Sequence[int]) -> list[Ended]:
+        """Return the edits that run together with their neighbours, each with what its programs store.
+
+        None stands for an edit that raises something, or stores what the unchanged programs store.
+
+        The tensors are not changed. What an edit does that is left out is not known.
+        """
+        edits, count = [*edits, _NO_EDIT], len(self.programs)
+        every = np.arange(len(edits) * count)
+        todo = [every[i : i + _MOST * count] for i in range(0, len(every), _MOST * count)]
+        ended, raised = dict[int, list[Store]](), set[int]()
+        try:
+            kernel = Form(self.launch.function).rewrite()
+        except Refused:
+            return []
+        while todo:
+            places = todo.pop()
+            if len(set(self._edits(edits, places).tolist())) > 1:
+                self._step(kernel, edits, places, todo, ended, raised)
+        whole = dict[int, Writes]()
+        for i, number in enumerate(edits):
+            span = range(i * count, (i + 1) * count)
+            if number not in raised and all(place in ended for place in span):
+                whole[number] = Writes([one for place in span for one in ended[place]])
+        plain = whole.pop(_NO_EDIT, None)
+        same = {n for n, writes in whole.items() if plain is not None and writes.equals(plain)}
+        return [
+            *dict.fromkeys(raised | same).items(),
+            *((n, w) for n, w in whole.items() if n not in same),
+        ]
+
+    def _edits(self, edits: Sequence[int], places: Any) -> Any:
+        return np.array(edits, dtype=np.int64)[places // len(self.programs)]
+
+    def _step(
+        self,
+        kernel: Any,
+        edits: Sequence[int],
+        places: Any,
+        todo: list[Any],
+        ended: dict[int, list[Store]],
+        raised: set[int],
+    ) -> None:
+        """Run a batch of copies of programs; add the stores of each to ``ended``, and edits that raise to
+        ``raised``. If the batch does not end, add its parts to ``todo``."""
+        from triton.runtime import interpreter
+
+        numbers = self._edits(edits, places)
+        ids = np.array(self.programs, dtype=np.int32)[places % len(self.programs)]
+        budget = self.budget()
+        notes = Notes(budget=budget)
+        tensors = Tensors(Memory(self.launch.arguments), notes)
+        extension = Extension(Operations(interpreter), tensors, interpreter)
+        batch = Batch(ids, places, interpreter, limit=most_elements(), edits=numbers, budget=budget)
+        control.begin(batch)
+        try:
+            with self.prepare(notes, extension), limited(budget):
+                kernel(**self.launch.converted)
+            file = kernel.__code__.co_filename
+            raised |= {n for n, error in batch.raised.items() if _is_of_kernel(error, file)}
+            unclear = set(batch.raised).union(*batch.apart)
+            for at, place in enumerate(places.tolist()):
+                if int(numbers[at]) not in unclear:
+                    ended[place] = list(_of_program(tensors.stores, at))
+            for group in batch.apart:
+                todo.append(places[np.isin(numbers, [*set(group) - batch.raised.keys()])])
+        except Diverged as diverged:
+            todo += [places[group] for group in diverged.groups]
+        except TooLong:
+            slow = set(batch.slow or numbers[batch.is_active].tolist())
+            todo.append(places[[number not in slow for number in numbers.tolist()]])
+        except Exception:  # of one of them, or of lockstep
+            kinds = np.unique(numbers)
+            is_first = numbers < kinds[len(kinds) // 2]
+            todo += [places[is_first], places[~is_first]]
+        finally:
+            control.begin(None)
+
+
+def _is_of_kernel(error: Exception, kernel: str) -> bool:
+    """Answer whether an edited expression, or Triton's language, raised an error, and not lockstep.
+
+    A program alone raises it, too: the language looks at types, which are those of one program.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = Path("" if trace is None else trace.tb_frame.f_code.co_filename)
+    is_unknown = isinstance(error, NameError)  # also a variable that is not set yet
+    return is_unknown or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
+
+
+def _of_program(stores: Sequence[Store], program: int) -> Iterator[Store]:
+    """Yield what a program of the batch stores; the stores are in the order of programs."""
+    for one in stores:
+        first, last = np.searchsorted(one.program, [program, program + 1])
+        if first < last:
+            span = slice(first, last)
+            yield Store(one.storage, one.index[span], one.program[span], one.bits[span])
