@@ -231,8 +231,9 @@ INVESTIGATE_COMMAND = Command(
 
 
 def _claims(args: argparse.Namespace) -> int:
-    from attnlab.study.claims import judge_claims
+    from attnlab.reports.investigate import import_study
 
+    judge_claims = import_study().judge_claims
     with progress("testing the claims") as on_step:
         findings = judge_claims(on_step=on_step)
     if args.json:

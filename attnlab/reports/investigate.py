@@ -3,15 +3,18 @@
 import logging
 import math
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import ModuleType
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable
@@ -66,6 +69,18 @@ def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
             raise AttnLabError(f"notebook must be one of {there}; got {name!r}")
         found |= dict.fromkeys(matches)
     return list(found) if names else known
+
+
+def import_study() -> ModuleType:
+    """Import the module ``study`` of the notebooks; raise AttnLabError without a checkout."""
+    if not (NOTEBOOKS / "study").is_dir():
+        raise AttnLabError(
+            "attnlab is installed without its notebooks, and the experiments on the claims are there: "
+            "run attnlab from a checkout or the unpacked sdist"
+        )
+    if str(NOTEBOOKS) not in sys.path:
+        sys.path.append(str(NOTEBOOKS))
+    return import_module("study")
 
 
 def investigate(

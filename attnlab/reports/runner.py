@@ -45,11 +45,11 @@ _IMPORTED = (
     "attnlab.lab.lab",
     "attnlab.lab.run",
     "attnlab.show.notebook",
-    "attnlab.study.claims",
-    "attnlab.study.html_table",
-    "attnlab.study.incident",
-    "attnlab.study.predictions",
-    "attnlab.study.set_up",
+    "attnlab.show.plots",
+    "attnlab.diagnosis.diagnose",
+    "attnlab.mutation.power",
+    "attnlab.reports.notebook_result",
+    "attnlab.show.panels.boxes",
 )
 _LAUNCH = ("-m", "ipykernel_launcher", "-f")
 

@@ -2,7 +2,7 @@
 
 from helpers.commands import document, printed
 
-from attnlab.study import claims
+from study import claims
 
 
 def test_claims(capsys, monkeypatch):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attnlab.study.engine import hide_broken, refuse_network
+from study.engine import hide_broken, refuse_network
 
 WINDOW, BLOCK, VOCABULARY = 40, 32, 128
 CONFIG = {

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from attnlab.case.errors import Unavailable
-from attnlab.study import predictions
-from attnlab.study.claims import (
+from study import predictions
+from study.claims import (
     FAILS,
     HOLDS,
     LEDGER,
@@ -21,8 +21,8 @@ from attnlab.study.claims import (
     ledger,
     production,
 )
-from attnlab.study.claims.ledger import Claim
-from attnlab.study.production import check_available
+from study.claims.ledger import Claim
+from study.production import check_available
 
 EXPECTED = {
     "C1": HOLDS,
@@ -143,7 +143,7 @@ def test_without_the_engine_its_claims_are_undecided(monkeypatch):
 def test_progress_is_reported(monkeypatch):
     """Each claim is reported before it is judged."""
     entries = LEDGER[8:10]
-    monkeypatch.setattr("attnlab.study.claims.LEDGER", entries)
+    monkeypatch.setattr("study.claims.LEDGER", entries)
     steps = []
     found = judge_claims(lambda *step: steps.append(step))
     assert steps == [("C9", 0, 2), ("C10", 1, 2)]
@@ -167,7 +167,7 @@ def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
 
     made = {number: Claim(number=number, text="", notes="") for number in ("C1", "C17")}
     first, of_engine = (Entry(claim=claim, judge=judge) for claim in made.values())
-    monkeypatch.setattr("attnlab.study.claims.LEDGER", (first, of_engine))
+    monkeypatch.setattr("study.claims.LEDGER", (first, of_engine))
     monkeypatch.setattr(production, "ENTRIES", (of_engine,))
     monkeypatch.setattr(production, "ask", ask)
     assert len(judge_claims()) == 2

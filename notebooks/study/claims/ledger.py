@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.shown import Shown
-from attnlab.show.notebook import Json, plain
+from attnlab.show.notebook import Json, as_text, plain
+from attnlab.show.sheets.sheet import Facts, Grid, Hidden, Lines, Row, Sheet, Tone, Words
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "cannot be decided"
+_VERDICT: dict[str, Tone] = {HOLDS: "good", FAILS: "bad", UNDECIDED: "odd"}
+_COUNTED = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "cannot be decided"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +49,56 @@ class Finding(Shown):
             "evidence": self.evidence,
         }
 
+    def sheet(self) -> Sheet:
+        """Return the claim, its verdict, and the evidence."""
+        what = self.claim
+        return Sheet(
+            kind=f"Claim {what.number}",
+            line=f"<Claim {what.number}: {self.verdict}>",
+            head=Words(self.verdict, _VERDICT[self.verdict]),
+            parts=[
+                Lines([f"“{what.text}” (notes {what.notes})", self.reading]),
+                Facts([("rests on", self.rests_on), *self._figures()]),
+            ],
+        )
+
+    def row(self) -> Row:
+        """Return the finding as a row of a table, its figures folded."""
+        lines = [f"{name}: {value}" for name, value in self._figures()]
+        count = "1 figure" if len(lines) == 1 else f"{len(lines)} figures"
+        return [
+            self.claim.number,
+            Words(self.verdict, _VERDICT[self.verdict]),
+            self.claim.text,
+            [self.reading, *([Hidden(count, lines)] if lines else [])],
+            Words(self.rests_on, "quiet"),
+        ]
+
+    def _figures(self) -> list[tuple[str, str]]:
+        return [(name, as_text(value)) for name, value in self.evidence.items()]
+
 
 class Findings(Shown, list[Finding]):
     """The findings about all claims, shown as a table."""
 
     __slots__ = ()
+
+    def sheet(self) -> Sheet:
+        """Return a row for each claim: its verdict and the evidence."""
+        counts = ", ".join(
+            f"{sum(one.verdict == name for one in self)} {counted}"
+            for name, counted in _COUNTED.items()
+            if any(one.verdict == name for one in self)
+        )
+        summary = f"{len(self)} claims: {counts}" if self else "no claims"
+        rows = [one.row() for one in self]
+        columns = ["number", "verdict", "claim", "evidence", "rests on"]
+        return Sheet(
+            kind="Claims",
+            line=f"<Claims: {summary}>",
+            head=summary,
+            parts=[Grid(columns, rows, most=len(rows))],
+        )
 
 
 Experiment = Callable[[Claim], Finding]

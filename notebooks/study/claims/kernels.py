@@ -10,8 +10,8 @@ from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
-from attnlab.study.claims.cases import MODEL, bits, is_rejected, like_the_test, outcome
-from attnlab.study.claims.ledger import Claim, Finding, entry, found
+from study.claims.cases import MODEL, bits, is_rejected, like_the_test, outcome
+from study.claims.ledger import Claim, Finding, entry, found
 
 
 @entry("C5", "000, 001", "fp8_e5m2 is rejected by the ROCm kernel")

@@ -5,9 +5,9 @@ import itertools
 from attnlab.contracts.contract import ROCM_DECODE
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.study.claims.cases import MODEL, like_the_test, outcome, seed_size
-from attnlab.study.claims.ledger import Claim, Finding, entry, found
 from attnlab.tensors.case_call import make_query_start_loc
+from study.claims.cases import MODEL, like_the_test, outcome, seed_size
+from study.claims.ledger import Claim, Finding, entry, found
 
 REFUSAL = "expected scalar type Int but found Long"
 

@@ -11,9 +11,9 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.run import outcomes, predict_stages, stage_table
 from attnlab.reports.investigate import find_notebooks
 from attnlab.show.sheets import html, sheet_of
-from attnlab.study.broken_kernel import is_available
-from attnlab.study.claims import FAILS, HOLDS, LEDGER, Findings
-from attnlab.study.overview import _JUDGES, Chapters, read_chapters
+from study.broken_kernel import is_available
+from study.claims import FAILS, HOLDS, LEDGER, Findings
+from study.overview import _JUDGES, Chapters, read_chapters
 
 NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
 ENGINE = ("C17", "C18")

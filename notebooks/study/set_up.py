@@ -14,8 +14,8 @@ from attnlab.case.stages import STAGES
 from attnlab.lab.result import Result
 from attnlab.show.notebook import Verdicts, provenance
 from attnlab.show.panels.boxes import case_texts, read_case
-from attnlab.study.claims.cases import with_tolerance
-from attnlab.study.claims.ledger import FAILS, HOLDS, UNDECIDED
+from study.claims.cases import with_tolerance
+from study.claims.ledger import FAILS, HOLDS, UNDECIDED
 
 _GREY = "#747c86"  # readable on white and on the dark background of a page
 _COLOURS = {

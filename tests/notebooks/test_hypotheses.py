@@ -2,8 +2,8 @@
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
-from attnlab.study.claims.cases import like_the_test
-from attnlab.study.hypotheses import predict, table_of
+from study.claims.cases import like_the_test
+from study.hypotheses import predict, table_of
 
 
 def failing() -> Case:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from attnlab.case.errors import Unavailable
-from attnlab.study.claims.ledger import Claim, Finding, entry, found
+from study.claims.ledger import Claim, Finding, entry, found
 
 _ENGINE = "vLLM's own engine on a CPU"
 
@@ -14,7 +14,7 @@ _ENGINE = "vLLM's own engine on a CPU"
 def _timeline() -> Any | str:
     """Return the timeline of one run of the engine, or the reason why there is none."""
     try:
-        production = importlib.import_module("attnlab.study.production")
+        production = importlib.import_module("study.production")
     except ModuleNotFoundError:
         return "the lab has no production check here"
     try:

@@ -1,6 +1,6 @@
-"""The child process of :mod:`attnlab.study.production`: run vLLM's engine and record its calls.
+"""The child process of :mod:`study.production`: run vLLM's engine and record its calls.
 
-python -m attnlab.study.engine RESULT   reads the settings from standard input, writes a timeline to RESULT
+python -m study.engine RESULT   reads the settings from standard input, writes a timeline to RESULT
 """
 
 import importlib
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from attnlab.kernels.child_process import end_with_parent
-from attnlab.study.production import VERSION, EngineRun
-from attnlab.study.timeline import Attention, CacheWrite, Event, Timeline
+from study.production import VERSION, EngineRun
+from study.timeline import Attention, CacheWrite, Event, Timeline
 
 VOCABULARY = 128
 _OPTIONAL = (

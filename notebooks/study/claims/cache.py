@@ -2,8 +2,8 @@
 
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
-from attnlab.study.claims.cases import MODEL, bits, decode_at_seed_size, decode_error, like_the_test
-from attnlab.study.claims.ledger import Claim, Finding, entry, found
+from study.claims.cases import MODEL, bits, decode_at_seed_size, decode_error, like_the_test
+from study.claims.ledger import Claim, Finding, entry, found
 
 OBSERVED = 1.685546875
 

@@ -3,7 +3,7 @@
 from nbclient import NotebookClient
 from nbformat import v4
 
-from attnlab.study.set_up import alt_text, plain_text
+from study.set_up import alt_text, plain_text
 
 PLOT = "import matplotlib.pyplot as plt; ax = plt.subplots()[1]; ax.set_title('two rows');"
 
@@ -19,7 +19,7 @@ def alt_of_a_plot(*before: str) -> str | None:
 
 def test_a_figure_has_its_title_as_alternative_text() -> None:
     assert alt_of_a_plot() is None
-    describe = "from attnlab.study.set_up import describe_figures; describe_figures()"
+    describe = "from study.set_up import describe_figures; describe_figures()"
     assert alt_of_a_plot(describe) == "two rows"
 
 

@@ -11,8 +11,8 @@ from matplotlib.patches import Rectangle
 matplotlib.use("Agg")
 
 from attnlab.case.errors import AttnLabError
-from attnlab.study.timeline import Attention, CacheWrite, Timeline
-from attnlab.study.timeline_plot import plot_timeline
+from study.timeline import Attention, CacheWrite, Timeline
+from study.timeline_plot import plot_timeline
 
 # Two prompts of 3 and 2 tokens in blocks of 2, one layer: both whole in step 0, one decode each in step 1.
 # Prompt 0 owns blocks 5 and 4, prompt 1 blocks 1 and 7.

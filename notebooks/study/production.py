@@ -20,7 +20,7 @@ from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.fields import Int, Lens, OneOf, refuse
 from attnlab.kernels.child_process import ending_with_parent
 from attnlab.lab.products import from_file, product_file, shared_folder
-from attnlab.study.timeline import Timeline
+from study.timeline import Timeline
 
 VERSION = "0.32.0"
 _LIMIT_S = 300.0
@@ -105,7 +105,7 @@ def _record(run: EngineRun, limit_s: float) -> Timeline:
     """Run the engine in a child process; raise AttnLabError as :func:`record_engine` does."""
     with tempfile.TemporaryDirectory(prefix="attnlab-engine-") as folder:
         result = Path(folder) / "timeline.json"
-        command = [sys.executable, "-m", "attnlab.study.engine", str(result)]
+        command = [sys.executable, "-m", "study.engine", str(result)]
         try:
             done = subprocess.run(
                 ending_with_parent(command),
@@ -126,8 +126,10 @@ def _record(run: EngineRun, limit_s: float) -> Timeline:
 
 def _environment(folder: str) -> dict[str, str]:
     """Return the environment of the child: one process, CPU, no network, files in ``folder``."""
+    notebooks, more = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")
     return {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join([notebooks, more] if more else [notebooks]),
         "CUDA_VISIBLE_DEVICES": "",
         "DO_NOT_TRACK": "1",
         "HF_HOME": folder,

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from attnlab.study.timeline import Attention, CacheWrite, Timeline
+from study.timeline import Attention, CacheWrite, Timeline
 
 _WRITTEN, _READ, _MISSING = "#e69f00", "#56b4e9", "#d62728"
 _WIDTH = 0.86  # of a call's column

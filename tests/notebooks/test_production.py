@@ -11,14 +11,14 @@ from helpers.products import sharing_products
 
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.lab import products
-from attnlab.study import production
-from attnlab.study.production import (
+from study import production
+from study.production import (
     EngineRun,
     check_available,
     record_engine,
     separate_cache_writes,
 )
-from attnlab.study.timeline import Timeline
+from study.timeline import Timeline
 
 
 def why_not() -> str:
@@ -100,7 +100,7 @@ def children() -> list[str]:
             command = folder.joinpath("cmdline").read_text()
         except (OSError, ValueError):
             continue
-        if parent == os.getpid() and "attnlab.study.engine" in command:
+        if parent == os.getpid() and "study.engine" in command:
             found.append(command)
     return found
 
@@ -117,7 +117,7 @@ def test_backends_of_the_installed_release() -> None:
 def test_the_child_refuses_other_machines() -> None:
     """A connection to another machine is refused and recorded; one to this machine is allowed."""
     code = (
-        "import socket; from attnlab.study.engine import refuse_network\n"
+        "import socket; from study.engine import refuse_network\n"
         "asked = refuse_network()\n"
         "server = socket.create_server(('127.0.0.1', 0))\n"
         "socket.create_connection(server.getsockname()).close()\n"
@@ -137,7 +137,7 @@ def test_packages_that_do_not_import_are_hidden(tmp_path: Path) -> None:
     (tmp_path / "broken_one.py").write_text("raise RuntimeError('no such operator')")
     (tmp_path / "sound_one.py").write_text("")
     code = (
-        "import importlib.util; from attnlab.study.engine import hide_broken\n"
+        "import importlib.util; from study.engine import hide_broken\n"
         "hide_broken(('broken_one', 'sound_one'))\n"
         "print([importlib.util.find_spec(n) is None for n in ('broken_one', 'sound_one')])"
     )

@@ -7,8 +7,8 @@ from helpers.saved_calls import call_of
 from helpers.sources import needs_triton
 
 from attnlab.case.errors import Unavailable
-from attnlab.study import failing_test
-from attnlab.study.failing_test import call_errors, run_failing_test
+from study import failing_test
+from study.failing_test import call_errors, run_failing_test
 
 PRINTED = """F.
 E       AssertionError

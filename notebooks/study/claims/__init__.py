@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from attnlab.study.claims import cache, index_tensors, kernels, production
-from attnlab.study.claims.ledger import FAILS, HOLDS, UNDECIDED, Claim, Entry, Finding, Findings
+from study.claims import cache, index_tensors, kernels, production
+from study.claims.ledger import FAILS, HOLDS, UNDECIDED, Claim, Entry, Finding, Findings
 
 LEDGER: tuple[Entry, ...] = tuple(
     sorted(

@@ -22,12 +22,13 @@ from attnlab.lab.lab import Lab
 from attnlab.mutation.power import measure_power as power
 from attnlab.reports.investigate import find_notebooks
 from attnlab.reports.pages import read_title
-from attnlab.study.broken_kernel import rule_of
-from attnlab.study.claims import Finding
-from attnlab.study.claims.cases import decode_at_seed_size, like_the_test
-from attnlab.study.claims.index_tensors import REFUSAL
-from attnlab.study.failing_test import example_kernel
-from attnlab.study.mla_chain import cause_of_edit
+from attnlab.show.sheets.sheet import Grid, Link, Row, Sheet, Words
+from study.broken_kernel import rule_of
+from study.claims import Finding
+from study.claims.cases import decode_at_seed_size, like_the_test
+from study.claims.index_tensors import REFUSAL
+from study.failing_test import example_kernel
+from study.mla_chain import cause_of_edit
 
 Ledger: TypeAlias = Mapping[str, Finding]  # by the claim's number
 Answer: TypeAlias = tuple[str, dict[str, Any]]  # a sentence, and the facts in it
@@ -51,6 +52,27 @@ class Chapters(Shown, list[Chapter]):
     """The notebooks in their order, shown as a table with links."""
 
     __slots__ = ()
+
+    def sheet(self) -> Sheet:
+        """Return a row for each notebook: its question, the answer, and the claims that it concerns."""
+        judged = sum(bool(one.verdict) for one in self)
+        summary = f"{len(self)} notebooks, {judged} of them answered here"
+        rows: list[Row] = [
+            [
+                Link(one.notebook[:2], one.notebook),
+                Link(one.question, one.notebook),
+                one.verdict or Words("no verdict: explore it by hand", "quiet"),
+                ", ".join(one.claims),
+            ]
+            for one in self
+        ]
+        columns = ["number", "question", "answer, computed here", "claims"]
+        return Sheet(
+            kind="Notebooks",
+            line=f"<Chapters: {summary}>",
+            head=summary,
+            parts=[Grid(columns, rows, most=len(rows))],
+        )
 
 
 def read_chapters(ledger: list[Finding], folder: Path | None = None) -> Chapters:

@@ -17,7 +17,7 @@ from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.vllm.source import Source, fetch_sdist, find_source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
-from attnlab.study.html_table import Table, table
+from study.html_table import Table, table
 
 SWAPPED_LANES = ("MFMA4_LAYOUT",)  # a planted fault: a matrix instruction with swapped rows
 _REDUCE = "paged_attention_ll4mi_reduce_kernel"

@@ -9,8 +9,8 @@ from attnlab.case.case import Case
 from attnlab.case.fields import Lens
 from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
-from attnlab.study.production import EngineRun
-from attnlab.study.timeline import Attention, Timeline
+from study.production import EngineRun
+from study.timeline import Attention, Timeline
 
 _NAMES = ("max_tokens", "max_num_batched_tokens", "block_size", "dtype", "seed")
 FILLS = ("context_only", "decode_rows", "all_rows")

@@ -13,7 +13,7 @@ from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.mla.mla_case import MlaCase
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import MlaResult, run_path
-from attnlab.study.broken_kernel import PlantedFault, editable_source, plant_fault
+from study.broken_kernel import PlantedFault, editable_source, plant_fault
 
 if TYPE_CHECKING:
     from attnlab.show.panels.mla_panel import MlaPanel

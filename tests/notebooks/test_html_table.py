@@ -1,6 +1,6 @@
 """Tables of a notebook: text at the left, numbers at the right."""
 
-from attnlab.study.html_table import table
+from study.html_table import table
 
 
 def test_sides_of_columns():

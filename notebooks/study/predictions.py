@@ -15,13 +15,13 @@ from attnlab.contracts.slot_states import as_read, served
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
-from attnlab.study.broken_kernel import is_available as can_break_kernels
-from attnlab.study.claims import FAILS, HOLDS, UNDECIDED
-from attnlab.study.claims.cache import OBSERVED
-from attnlab.study.claims.cases import decode_at_seed_size, like_the_test, seed_size
-from attnlab.study.mla_chain import predicted_cause
-from attnlab.study.production import is_available
 from attnlab.tensors.case_call import make_query_start_loc
+from study.broken_kernel import is_available as can_break_kernels
+from study.claims import FAILS, HOLDS, UNDECIDED
+from study.claims.cache import OBSERVED
+from study.claims.cases import decode_at_seed_size, like_the_test, seed_size
+from study.mla_chain import predicted_cause
+from study.production import is_available
 
 INDEX_TENSORS = ("block_table", "seq_lens", "query_start_loc")
 E5M2 = "fp8_e5m2"
@@ -258,7 +258,7 @@ def _predicted_cause(tensors: dict[str, str]) -> str:
 
 
 def _predict_changes(lab: Lab, failing: Case) -> dict[str, list[str]]:
-    from attnlab.study.overview import CHANGES
+    from study.overview import CHANGES
 
     status = {
         name: predict_status(lab, failing.replace(**change)) for name, change in CHANGES.items()

@@ -3,9 +3,9 @@
 import pytest
 
 from attnlab.lab.lab import Lab
-from attnlab.study import predictions
-from attnlab.study.claims import FAILS, HOLDS
-from attnlab.study.claims.cases import like_the_test
+from study import predictions
+from study.claims import FAILS, HOLDS
+from study.claims.cases import like_the_test
 
 
 def test_a_kernel_that_rejects_every_int64_tensor_changes_the_predictions(
