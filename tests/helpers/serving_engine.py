@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[2] / "notebooks"))
 from study.engine import hide_broken, refuse_network
 
 WINDOW, BLOCK, VOCABULARY = 40, 32, 128

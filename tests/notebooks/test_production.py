@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.notebooks import NOTEBOOKS
 from helpers.products import sharing_products
 
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
@@ -127,7 +128,10 @@ def test_the_child_refuses_other_machines() -> None:
         "print(asked)"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=NOTEBOOKS,
     )
     assert done.stdout.splitlines() == ["no network in this run: 192.0.2.1", "['192.0.2.1']"]
 
@@ -142,7 +146,8 @@ def test_packages_that_do_not_import_are_hidden(tmp_path: Path) -> None:
         "print([importlib.util.find_spec(n) is None for n in ('broken_one', 'sound_one')])"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=NOTEBOOKS)
     assert done.stdout.strip() == "[True, False]", done.stderr
 
 

@@ -1,5 +1,6 @@
 """What every notebook does first: alternative texts and colours of its figures."""
 
+from helpers.notebooks import NOTEBOOKS
 from nbclient import NotebookClient
 from nbformat import v4
 
@@ -11,7 +12,8 @@ PLOT = "import matplotlib.pyplot as plt; ax = plt.subplots()[1]; ax.set_title('t
 def alt_of_a_plot(*before: str) -> str | None:
     """Return the alternative text of a plot in a notebook, after the sources ``before``."""
     cells = [v4.new_code_cell(source) for source in (*before, PLOT)]
-    notebook = NotebookClient(v4.new_notebook(cells=cells), timeout=120).execute()
+    where = {"metadata": {"path": str(NOTEBOOKS)}}
+    notebook = NotebookClient(v4.new_notebook(cells=cells), timeout=120, resources=where).execute()
     (shown,) = notebook.cells[-1].outputs
     alt: str | None = shown.metadata.get("image/png", {}).get("alt")
     return alt

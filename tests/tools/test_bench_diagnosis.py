@@ -6,10 +6,8 @@ import random
 
 import pytest
 import torch
-from helpers.cases import hostile, same_bits
-
-from attnlab.cli.bench.diagnosis import bench_diagnose
-from attnlab.cli.bench.fault_injection import (
+from bench_diagnosis import bench_diagnose
+from fault_injection import (
     applicable,
     are_equivalent,
     correct_run,
@@ -18,6 +16,8 @@ from attnlab.cli.bench.fault_injection import (
     plant,
     seqs_of,
 )
+from helpers.cases import hostile, same_bits
+
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
@@ -79,7 +79,7 @@ def test_the_benchmark_notices_a_diagnosis_that_guesses(monkeypatch):
             diagnosis, cause=candidate, status="explained", explanations=[candidate]
         )
 
-    monkeypatch.setattr("attnlab.cli.bench.diagnosis.diagnose", guess)
+    monkeypatch.setattr("bench_diagnosis.diagnose", guess)
     figures = bench_diagnose(trials=10, sound=1, seed=3)
     assert figures["top_1"] < 0.5
     assert figures["false_explanations"]
@@ -91,5 +91,5 @@ def test_the_benchmark_notices_false_alarms(monkeypatch):
     def alarm(case, output=None, **options):
         return dataclasses.replace(diagnose(case, output, **options), status="unexplained")
 
-    monkeypatch.setattr("attnlab.cli.bench.diagnosis.diagnose", alarm)
+    monkeypatch.setattr("bench_diagnosis.diagnose", alarm)
     assert len(bench_diagnose(trials=1, sound=2, seed=3)["alarms"]) == 2

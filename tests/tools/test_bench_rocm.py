@@ -1,9 +1,8 @@
 """The benchmark of the emulated device, on a small case."""
 
 import pytest
+from bench import ROCM_CASE, bench_rocm
 from helpers.sources import sdist
-
-from attnlab.cli.bench.rocm import DECODE, bench_rocm
 
 
 @pytest.mark.releases
@@ -11,7 +10,7 @@ def test_figures_are_those_of_a_correct_run() -> None:
     """Every figure is positive, and the output is correct."""
     source = sdist("0.33.0")
     steps: list[str] = []
-    small = DECODE.replace(num_heads=8, ctx_lens=(20,))
+    small = ROCM_CASE.replace(num_heads=8, ctx_lens=(20,))
     figures = bench_rocm(source.path, small, on_step=steps.append)
     assert figures["source"] == "vllm 0.33.0"
     parts = ("first call", "", "checked")

@@ -8,11 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnlab.case.case import Case
-from attnlab.case.errors import KernelRejected
-from attnlab.case.shown import json_value
-from attnlab.checker.case_run import versions
-from attnlab.cli.bench.fault_injection import (
+from fault_injection import (
     applicable,
     are_equivalent,
     correct_run,
@@ -23,13 +19,18 @@ from attnlab.cli.bench.fault_injection import (
     random_rows,
     seqs_of,
 )
+
+from attnlab.case.case import Case
+from attnlab.case.errors import KernelRejected
+from attnlab.case.shown import json_value
+from attnlab.checker.case_run import versions
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
 from attnlab.tasks.run import TaskRun
-from attnlab.tasks.store import ALL, Header, Shard
+from attnlab.tasks.store import ALL, Header
 from attnlab.tasks.task import InProcess, Job, Outcome, Task
 
 PLANTED, SOUND = "planted", "sound"
@@ -106,13 +107,13 @@ def diagnose_tasks(trials: int, sound: int) -> list[Task]:
     ]
 
 
-def diagnose_header(trials: int, seed: int, shard: Shard = ALL) -> Header:
+def diagnose_header(trials: int, seed: int) -> Header:
     """Return the header of a store of the tasks."""
     return {
         "command": "bench diagnose",
         "options": {"trials": trials, "seed": seed},
         "versions": versions(),
-        "shard": str(shard),
+        "shard": str(ALL),
     }
 
 
