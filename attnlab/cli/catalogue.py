@@ -91,20 +91,12 @@ class Catalogue:
             refuse(self.noun, f"one of {', '.join(entries)}", args.entry)
         chosen = entries if args.entry is None else {args.entry: entries[args.entry]}
         if args.json:
-            facts = chosen if args.entry is None else chosen[args.entry]
-            print_json({name: _json(value) for name, value in facts.items()})
-            return 0
-        pass  # FOLD
-
-        if args.entry is None:
+            print_json(chosen if args.entry is None else chosen[args.entry])
+        elif args.entry is None:
             show(list_sheet(self.noun, chosen, self.columns))
         else:
             show(one_sheet(self.noun, args.entry, chosen[args.entry]))
         return 0
-
-
-def _json(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 # The command ``attnlab defects``.

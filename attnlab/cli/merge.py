@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.command import Command, print_json, show
+from attnlab.cli.command import Command, put
 from attnlab.cli.releases import add_page, check_page, print_table
 from attnlab.cli.sharded import (
     CHECK_CODES,
@@ -103,10 +103,7 @@ def _matrix(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes
     from attnlab.checker.matrix import merged_matrix
 
     table = merged_matrix(header, outcomes)
-    if args.json:
-        print_json(table.to_dict())
-    else:
-        show(table)
+    put(table, args.json)
     return table.exit_code
 
 

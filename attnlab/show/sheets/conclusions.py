@@ -1,7 +1,6 @@
 """Sheets of conclusions: Diagnosis, MutationReport, and the findings of ``attnlab check``."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.show.sheets.sheet import (
@@ -246,26 +245,6 @@ def _reads_grid(one: "Report") -> Grid:
         ]
         rows.append([op, words or "none"])
     return Grid(["op", "slots read, by what they are to the reader"], rows, most=len(rows))
-
-
-# Sheet of the changes that the lab makes to vLLM's source before it builds it.
-
-
-def adaptations(root: Path) -> Sheet:
-    """Return what is changed in the csrc/rocm attention of the vLLM at ``root``, and why.
-
-    Raises Unavailable if the vLLM has no such source.
-    """
-    from attnlab.kernels.rocm.build import times_adapted
-
-    rows: list[Row] = [[change.what, times, change.why] for change, times in times_adapted(root)]
-    count = f"{len(rows)} kinds of changes to csrc/rocm"
-    return Sheet(
-        kind="Adaptations",
-        line=f"<Adaptations: {count}>",
-        head=count,
-        parts=[Grid(["change", "times", "reason"], rows, most=len(rows))],
-    )
 
 
 # Sheet of a report of cache writes.
