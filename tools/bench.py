@@ -341,7 +341,7 @@ def diagnosis_sheet(figures: dict[str, Any]) -> Sheet:
 def _sheet(head: str, columns: list[str], rows: list[Row], note: str = "") -> Sheet:
     lines = [Lines([Words(note)])] if note else []
     table = Grid(columns, rows, most=len(rows))
-    return Sheet(kind="Bench", line=f"<Bench: {head}>", head=head, parts=[table, *lines])
+    return Sheet.of("Bench", head, table, *lines)
 
 
 # The command.

@@ -23,23 +23,14 @@ def list_sheet(
         for name, facts in entries.items()
     ]
     titles = [noun, *(column.replace("_", " ") for column in columns)]
-    return Sheet(
-        kind=f"{noun.capitalize()}s",
-        line=f"<{noun.capitalize()}s: {len(entries)}>",
-        head=f"{len(entries)}",
-        parts=[Grid(titles, rows, most=len(rows))],
-    )
+    table = Grid(titles, rows, most=len(rows))
+    return Sheet.of(f"{noun.capitalize()}s", str(len(entries)), table)
 
 
 def one_sheet(noun: str, name: str, facts: Mapping[str, Any]) -> Sheet:
     """Return every fact of an entry."""
     rows = [(fact.replace("_", " "), _text(value)) for fact, value in facts.items()]
-    return Sheet(
-        kind=noun.capitalize(),
-        line=f"<{noun.capitalize()}: {name}>",
-        head=Words(name, code=True),
-        parts=[Facts(rows)],
-    )
+    return Sheet.of(noun.capitalize(), Words(name, code=True), Facts(rows))
 
 
 def _text(value: Any) -> str:

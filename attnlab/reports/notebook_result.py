@@ -314,11 +314,13 @@ class Results(Shown):
         rows = [line for outcome in self for line in _outcome_rows(outcome)]
         columns = ["notebook", "verdict", "expected", "found"]
         parts: list[Part] = [Grid(columns, rows, most=len(rows))] if rows else []
-        return Sheet(
-            kind="Notebooks",
-            line=f"<Results: {summary}>",
-            head=Words(summary, "good" if self.ok else "bad"),
-            parts=[*parts, *_changes(self.changes, self.baseline)],
+        return Sheet.of(
+            "Notebooks",
+            summary,
+            *parts,
+            *_changes(self.changes, self.baseline),
+            tone="good" if self.ok else "bad",
+            name="Results",
         )
 
 

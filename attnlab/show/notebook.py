@@ -155,12 +155,7 @@ class Verdicts(Shown):
         count = f"{right} of {len(self)} as expected" if len(self) else "no verdict was recorded"
         table = Grid(["verdict", "expected", "found"], [one.row() for one in self], most=60)
         parts: list[Part] = [table] if len(self) else []
-        return Sheet(
-            kind="Verdicts",
-            line=f"<Verdicts: {count}>",
-            head=Words(count, "good" if right == len(self) > 0 else "bad"),
-            parts=parts,
-        )
+        return Sheet.of("Verdicts", count, *parts, tone="good" if right == len(self) > 0 else "bad")
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {

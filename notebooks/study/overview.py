@@ -67,12 +67,7 @@ class Chapters(Shown, list[Chapter]):
             for one in self
         ]
         columns = ["number", "question", "answer, computed here", "claims"]
-        return Sheet(
-            kind="Notebooks",
-            line=f"<Chapters: {summary}>",
-            head=summary,
-            parts=[Grid(columns, rows, most=len(rows))],
-        )
+        return Sheet.of("Notebooks", summary, Grid(columns, rows, most=len(rows)), name="Chapters")
 
 
 def read_chapters(ledger: list[Finding], folder: Path | None = None) -> Chapters:

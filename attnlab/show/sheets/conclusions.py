@@ -61,21 +61,15 @@ def diagnosis(one: "Diagnosis") -> Sheet:
     head = one.status if one.cause is None else f"{one.status}: {one.cause.name}"
     head = head if one.instability is None else f"{head}: not deterministic"
     command = None if one.distinction is None else one.distinction.command
-    return Sheet(
-        kind="Diagnosis",
-        line=f"<Diagnosis: {head}>",
-        head=Words(head, _STATUS[one.status]),
-        parts=[
-            Lines(one.sentences()),
-            *(
-                [Command(command, "the case that decides; your kernel must run it")]
-                if command
-                else []
-            ),
-            *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
-            *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
-            Lines([Words(covered, "quiet")]),
-        ],
+    return Sheet.of(
+        "Diagnosis",
+        head,
+        Lines(one.sentences()),
+        Command(command, "the case that decides; your kernel must run it") if command else None,
+        Grid(CANDIDATE_COLUMNS, rows, title, most=8) if rows else None,
+        Lines([_excluded_text(one.counts())]) if len(excluded) > _NEAREST else None,
+        Lines([Words(covered, "quiet")]),
+        tone=_STATUS[one.status],
     )
 
 
@@ -106,31 +100,31 @@ def power(one: "MutationReport") -> Sheet:
         "÷ tolerance",
         "cheapest change that kills it",
     ]
-    return Sheet(
-        kind="MutationReport",
-        line=f"<MutationReport: {counts}>",
-        head=Words(counts, "bad" if one.survivors else "good"),
-        parts=[Lines(one.sentences()), Grid(columns, rows, most=10)],
+    return Sheet.of(
+        "MutationReport",
+        counts,
+        Lines(one.sentences()),
+        Grid(columns, rows, most=10),
+        tone="bad" if one.survivors else "good",
     )
 
 
 def finding(one: "Finding") -> Sheet:
     """Return one fault of a kernel, and the smallest Case that shows it."""
-    return Sheet(
-        kind="Finding",
-        line=f"<Finding: {one.op}: {one.kind}, {one.diagnosis}>",
-        head=Words(f"{one.op}: {one.kind}", "bad" if one.is_fault else "warn"),
-        parts=[
-            Facts(
-                [
-                    ("diagnosis", one.title),
-                    *(("source", line.text) for line in one.lines),
-                    ("evidence", one.evidence),
-                    ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
-                ]
-            ),
-            Command(one.command, "smallest case"),
-        ],
+    return Sheet.of(
+        "Finding",
+        f"{one.op}: {one.kind}",
+        Facts(
+            [
+                ("diagnosis", one.title),
+                *(("source", line.text) for line in one.lines),
+                ("evidence", one.evidence),
+                ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
+            ]
+        ),
+        Command(one.command, "smallest case"),
+        tone="bad" if one.is_fault else "warn",
+        line=f"{one.op}: {one.kind}, {one.diagnosis}",
     )
 
 
@@ -160,12 +154,7 @@ def report(one: "Report") -> Sheet:
         parts.append(Lines([f"written: {path}" for path in one.reports]))
     if one.left_out:
         parts.append(Grid(["not checked"], [[text] for text in one.left_out], most=3))
-    return Sheet(
-        kind="Report",
-        line=f"<Report: {summary}>",
-        head=Words(summary, _EXIT_CODE[one.exit_code]),
-        parts=parts,
-    )
+    return Sheet.of("Report", summary, *parts, tone=_EXIT_CODE[one.exit_code])
 
 
 def _coverage_parts(one: "Report") -> list[Part]:
@@ -267,11 +256,13 @@ def write_report(one: "WriteReport") -> Sheet:
         )
     head = f"{len(one.findings)} findings in {len(one.results)} writes"
     columns = ["write", "result", "wrong"]
-    return Sheet(
-        kind="Cache writes",
-        line=f"<WriteReport: {head}>",
-        head=Words(head, "bad" if one.findings else "good"),
-        parts=[Facts([("ops", one.backend)]), Grid(columns, rows, most=len(rows))],
+    return Sheet.of(
+        "Cache writes",
+        head,
+        Facts([("ops", one.backend)]),
+        Grid(columns, rows, most=len(rows)),
+        tone="bad" if one.findings else "good",
+        name="WriteReport",
     )
 
 
@@ -306,13 +297,7 @@ def release_table(one: "ReleaseTable") -> Sheet:
     if one.not_run:
         lines: list[Row] = [[entry.op, entry.cases, entry.reason] for entry in one.not_run]
         parts.append(Grid(["release and op", "cases", "reason"], lines, "not run"))
-    tone = {0: "good", 3: "warn"}.get(one.exit_code, "bad")
-    return Sheet(
-        kind="ReleaseTable",
-        line=f"<ReleaseTable: {line}>",
-        head=Words(line, tone),  # type: ignore[arg-type]
-        parts=parts,
-    )
+    return Sheet.of("ReleaseTable", line, *parts, tone=_EXIT_CODE.get(one.exit_code, "bad"))
 
 
 # Sheet of an XRay.
@@ -350,12 +335,7 @@ def xray(one: "XRay") -> Sheet:
     parts: list[Part] = [Lines(list(one.sentences)), Facts(_facts(one))]
     if rows:
         parts.append(Grid(columns, rows, "rows with wrong weights", most=8))
-    return Sheet(
-        kind="XRay",
-        line=f"<XRay: {one.status}>",
-        head=Words(one.status, _XRAY_STATUS[one.status]),
-        parts=parts,
-    )
+    return Sheet.of("XRay", one.status, *parts, tone=_XRAY_STATUS[one.status])
 
 
 def _facts(one: "XRay") -> list[tuple[str, str]]:
@@ -405,11 +385,14 @@ def mla_result(one: "MlaResult") -> Sheet:
         ]
         for step in one.steps
     ]
-    return Sheet(
-        kind="MLA",
-        line=f"<MlaResult: {one.case.path}, {one.status}>",
-        head=Words(one.status, _MLA_TONES[one.status]),
-        parts=[Facts(facts), Grid(["step", "kind", "error × bound", "verdict"], rows, "steps")],
+    return Sheet.of(
+        "MLA",
+        one.status,
+        Facts(facts),
+        Grid(["step", "kind", "error × bound", "verdict"], rows, "steps"),
+        tone=_MLA_TONES[one.status],
+        name="MlaResult",
+        line=f"{one.case.path}, {one.status}",
     )
 
 
@@ -437,13 +420,12 @@ def mla_report(one: "MlaReport") -> Sheet:
     tone: Tone = "bad" if one.findings else "good"
     lines = [f"{len(one.unavailable)} cases could not run here"] if one.unavailable else []
     columns = ["path", "case", "result", "error × bound", "cause"]
-    return Sheet(
-        kind="MLA check",
-        line=f"<MlaReport: {head}>",
-        head=Words(head, tone),
-        parts=[
-            Facts([("release", one.release), ("backend", one.backend)]),
-            Grid(columns, rows, most=len(rows)),
-            *([Lines(lines)] if lines else []),
-        ],
+    return Sheet.of(
+        "MLA check",
+        head,
+        Facts([("release", one.release), ("backend", one.backend)]),
+        Grid(columns, rows, most=len(rows)),
+        Lines(lines) if lines else None,
+        tone=tone,
+        name="MlaReport",
     )

@@ -52,14 +52,12 @@ class Finding(Shown):
     def sheet(self) -> Sheet:
         """Return the claim, its verdict, and the evidence."""
         what = self.claim
-        return Sheet(
-            kind=f"Claim {what.number}",
-            line=f"<Claim {what.number}: {self.verdict}>",
-            head=Words(self.verdict, _VERDICT[self.verdict]),
-            parts=[
-                Lines([f"“{what.text}” (notes {what.notes})", self.reading]),
-                Facts([("rests on", self.rests_on), *self._figures()]),
-            ],
+        return Sheet.of(
+            f"Claim {what.number}",
+            self.verdict,
+            Lines([f"“{what.text}” (notes {what.notes})", self.reading]),
+            Facts([("rests on", self.rests_on), *self._figures()]),
+            tone=_VERDICT[self.verdict],
         )
 
     def row(self) -> Row:
@@ -93,12 +91,7 @@ class Findings(Shown, list[Finding]):
         summary = f"{len(self)} claims: {counts}" if self else "no claims"
         rows = [one.row() for one in self]
         columns = ["number", "verdict", "claim", "evidence", "rests on"]
-        return Sheet(
-            kind="Claims",
-            line=f"<Claims: {summary}>",
-            head=summary,
-            parts=[Grid(columns, rows, most=len(rows))],
-        )
+        return Sheet.of("Claims", summary, Grid(columns, rows, most=len(rows)))
 
 
 Experiment = Callable[[Claim], Finding]
