@@ -70,7 +70,7 @@ dist: setup
 	$(BIN)/python -m build --outdir dist
 
 bench: setup
-	$(BIN)/attnlab bench
+	$(BIN)/python tools/bench.py
 
 clean:
 	rm -rf $(VENV) reports build dist docs/_build docs/notebooks .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ from attnlab.kernels.vllm.source import Source
 # Files whose tests take the most time: they start first, so that the processes end together.
 START_FIRST = (
     "reports/test_notebooks.py",
-    "study/test_production.py",
+    "notebooks/test_production.py",
     "vllm/test_agreement.py",
     "tasks/test_ray.py",  # the processes take no tests from the front, so one of them starts a cluster
 )

@@ -30,7 +30,6 @@ FOLDERS = (
     "recorder",
     "replay",
     "serving",
-    "study",
     "cli",
 )
 MAX_ENTRIES = 21
@@ -146,10 +145,10 @@ def test_no_test_imports_a_test(path):
 
 
 def test_tests_mirror_the_folders():
-    """Each folder of tests is a folder of the package, except `helpers` and `docs`."""
+    """Each folder of tests is a folder of the package, except four."""
     own = {p.relative_to(TESTS) for p in TESTS.rglob("*") if p.is_dir() and p.name != "__pycache__"}
     packages = {p.parent.relative_to(ROOT) for p in ROOT.rglob("__init__.py")}
-    mirrored = own - {Path("helpers"), Path("docs")}
+    mirrored = own - {Path(name) for name in ("helpers", "docs", "notebooks", "tools")}
     assert mirrored <= packages
     assert {path.parts[0] for path in mirrored} == set(FOLDERS)
 

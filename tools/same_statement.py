@@ -30,6 +30,7 @@ from typing import Any
 
 import source_mutation
 import torch
+from fault_injection import applicable, random_case
 from hand_faults import HAND_FAULTS, NoPlace
 from mutant_process import error_of, run_judge
 from real_faults import HELPERS, mutated_file, plant
@@ -40,7 +41,6 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE, OPS, TRITON_OPS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.variants import DEFAULT_CASES
-from attnlab.cli.bench.fault_injection import applicable, random_case
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured

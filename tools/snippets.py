@@ -138,9 +138,7 @@ RULES = (
         pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
     ),
     Rule(pattern=r"^attnlab matrix --platform", reason="", added="", marker="slow"),
-    Rule(pattern=r"^attnlab (bench|claims)( --json)?$", reason="", added="", marker="slow"),
-    Rule(pattern=r"bench diagnose", reason="100 trials take minutes", added="--trials 1"),
-    Rule(pattern=r"bench --source", reason="measures for minutes; tests/cli/bench measures less"),
+    Rule(pattern=r"^attnlab claims( --json)?$", reason="", added="", marker="slow"),
     Rule(
         pattern=r"^attnlab investigate",
         reason="the notebooks take minutes; tiny ones stand in for them",

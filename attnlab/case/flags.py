@@ -49,20 +49,28 @@ class Parser(argparse.ArgumentParser):
             (file or sys.stderr).write(message)
 
 
+_PATHS = ("FILE", "FILE.html", "DIR", "FOLDER", "PATH")
+
+
+def flag(group: Any, spec: str, text: str, **options: Any) -> None:
+    """Add a flag such as "--out DIR" to a parser or a group; ``text`` is its help.
+
+    The word after the name stands for the value, which becomes a Path if the word is FILE, DIR, FOLDER or
+    PATH. A flag without such a word and without choices is true or false. ``options``: of add_argument.
+    """
+    name, _, value = spec.partition(" ")
+    if value:
+        options = {"type": Path if value in _PATHS else str, "metavar": value, **options}
+    elif "choices" not in options:
+        options["action"] = "store_true"
+    group.add_argument(name, help=text, **options)
+
+
 def add_case_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of a Case, in groups, and the flags --test-id and --case."""
     base = parser.add_argument_group("initial case, which the flags below change")
-    base.add_argument(
-        "--test-id",
-        metavar="ID",
-        help="start from this pytest id of vLLM's attention tests",
-    )
-    base.add_argument(
-        "--case",
-        type=Path,
-        metavar="FILE",
-        help="start from the Case in this JSON file; - means standard input",
-    )
+    flag(base, "--test-id ID", "start from this pytest id of vLLM's attention tests")
+    flag(base, "--case FILE", "start from the Case in this JSON file; - means standard input")
     add_field_flags(parser, FIELDS)
 
 
@@ -100,18 +108,18 @@ def given_fields(args: argparse.Namespace, fields: Declarations) -> dict[str, An
 
 def add_source_flag(parser: argparse.ArgumentParser) -> None:
     """Add --source (the vLLM whose kernels run) and --device (where they run)."""
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help="vLLM whose kernels run with --backend vllm, rocm or cuda: a wheel, an sdist or a checkout "
+    flag(
+        parser,
+        "--source PATH",
+        "vLLM whose kernels run with --backend vllm, rocm or cuda: a wheel, an sdist or a checkout "
         "(default: the installed vLLM); rocm and cuda require an sdist or a checkout",
     )
-    parser.add_argument(
+    flag(
+        parser,
         "--device",
-        choices=("cuda", "cpu"),
-        help="where --backend vllm runs: on the GPU (cuda) or under Triton's interpreter (cpu); default: "
+        "where --backend vllm runs: on the GPU (cuda) or under Triton's interpreter (cpu); default: "
         "cuda if torch can use a GPU",
+        choices=("cuda", "cpu"),
     )
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.flags import flag
 from attnlab.case.output_file import HTML, check_output_file
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import Command, progress, put
 from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
@@ -24,39 +25,36 @@ _UNCHECKED = 3
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the folder")
-    group.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
+    flag(
+        group,
+        "--out DIR",
+        "write records and saved calls to this new folder; without a command, report what is in it",
         required=True,
-        help="write records and saved calls to this new folder; without a command, report what is in it",
     )
-    group.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page")
+    flag(group, "--html FILE", "also write the report as a page")
     check = parser.add_argument_group("what is checked")
-    check.add_argument(
-        "--sample",
+    flag(
+        check,
+        "--sample SHARE",
+        "the share of all calls whose values are compared with the reference (default: 1/16)",
         default="1/16",
-        metavar="SHARE",
-        help="the share of all calls whose values are compared with the reference (default: 1/16)",
     )
     for name, what in (("rows", "rows"), ("heads", "query heads")):
-        check.add_argument(
-            f"--{name}",
+        flag(
+            check,
+            f"--{name} N",
+            f"{what} of such a call that are compared, or all (default: 4)",
             default="4",
-            metavar="N",
-            help=f"{what} of such a call that are compared, or all (default: 4)",
         )
-    check.add_argument("--rank", metavar="N", help="check only this rank, or FIRST:END")
+    flag(check, "--rank N", "check only this rank, or FIRST:END")
     keep = parser.add_argument_group("calls that are saved (wrong ones always are)")
-    keep.add_argument("--layer", metavar="N", help="those of this layer, or FIRST:END")
-    keep.add_argument(
-        "--step", metavar="N", help="those of this step, or FIRST:END; steps count from 0"
-    )
-    keep.add_argument(
-        "--max-bytes",
+    flag(keep, "--layer N", "those of this layer, or FIRST:END")
+    flag(keep, "--step N", "those of this step, or FIRST:END; steps count from 0")
+    flag(
+        keep,
+        "--max-bytes SIZE",
+        "the size of all saved calls together (default: 2GiB)",
         default="2GiB",
-        metavar="SIZE",
-        help="the size of all saved calls together (default: 2GiB)",
     )
     parser.add_argument(
         "run", nargs=argparse.REMAINDER, metavar="COMMAND", help="after --: the command to run"
@@ -99,10 +97,7 @@ def _run(args: argparse.Namespace) -> int:
         from attnlab.serving.report import write_page
 
         write_page(args.html, report, shlex.join(command) if command else "")
-    if args.json:
-        print_json(report.to_dict())
-    else:
-        show(report)
+    put(report, args.json)
     return _exit_code(report)
 
 

@@ -23,23 +23,14 @@ def list_sheet(
         for name, facts in entries.items()
     ]
     titles = [noun, *(column.replace("_", " ") for column in columns)]
-    return Sheet(
-        kind=f"{noun.capitalize()}s",
-        line=f"<{noun.capitalize()}s: {len(entries)}>",
-        head=f"{len(entries)}",
-        parts=[Grid(titles, rows, most=len(rows))],
-    )
+    table = Grid(titles, rows, most=len(rows))
+    return Sheet.of(f"{noun.capitalize()}s", str(len(entries)), table)
 
 
 def one_sheet(noun: str, name: str, facts: Mapping[str, Any]) -> Sheet:
     """Return every fact of an entry."""
     rows = [(fact.replace("_", " "), _text(value)) for fact, value in facts.items()]
-    return Sheet(
-        kind=noun.capitalize(),
-        line=f"<{noun.capitalize()}: {name}>",
-        head=Words(name, code=True),
-        parts=[Facts(rows)],
-    )
+    return Sheet.of(noun.capitalize(), Words(name, code=True), Facts(rows))
 
 
 def _text(value: Any) -> str:
@@ -91,20 +82,12 @@ class Catalogue:
             refuse(self.noun, f"one of {', '.join(entries)}", args.entry)
         chosen = entries if args.entry is None else {args.entry: entries[args.entry]}
         if args.json:
-            facts = chosen if args.entry is None else chosen[args.entry]
-            print_json({name: _json(value) for name, value in facts.items()})
-            return 0
-        pass  # FOLD
-
-        if args.entry is None:
+            print_json(chosen if args.entry is None else chosen[args.entry])
+        elif args.entry is None:
             show(list_sheet(self.noun, chosen, self.columns))
         else:
             show(one_sheet(self.noun, args.entry, chosen[args.entry]))
         return 0
-
-
-def _json(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 # The command ``attnlab defects``.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.flags import flag
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli.command import Command, notice, notice_rules, progress
@@ -60,26 +61,25 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="your own kernel, or plugin:NAME of an installed one: a function that takes a KernelCall and "
         "writes call.output; its attribute op names the op that it implements",
     )
-    library.add_argument(
-        "--source", type=Path, metavar="PATH", help="a vLLM: a wheel, an sdist or a checkout"
-    )
-    library.add_argument("--installed", action="store_true", help="the vLLM that is installed")
-    library.add_argument(
+    flag(library, "--source PATH", "a vLLM: a wheel, an sdist or a checkout")
+    flag(library, "--installed", "the vLLM that is installed")
+    flag(
+        library,
         "--csrc",
-        action="store_true",
-        help="with --source: check its CUDA cache write, csrc/cache_kernels.cu, on the emulated device",
+        "with --source: check its CUDA cache write, csrc/cache_kernels.cu, on the emulated device",
     )
-    library.add_argument(
-        "--release",
+    flag(
+        library,
+        "--release VERSION",
+        "the release of the lab's models (default: %(default)s)",
         default=RELEASES[-1],
-        metavar="VERSION",
-        help="the release of the lab's models (default: %(default)s)",
     )
-    library.add_argument(
+    flag(
+        library,
         "--op",
+        "check this op; repeatable (default: all)",
         action="append",
         choices=TRITON_OPS,
-        help="check this op; repeatable (default: all)",
     )
     add_conditions(parser.add_argument_group("how to check it"))
     add_scaling(parser.add_argument_group("where to run it"))
@@ -88,72 +88,72 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_conditions(group: Any) -> None:
     """Add the flags that say how ops are checked."""
-    group.add_argument(
+    flag(
+        group,
         "--device",
+        "where the kernels of a vLLM run: cpu is Triton's interpreter, which traces every access; "
+        "cuda is native (default: %(default)s)",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="where the kernels of a vLLM run: cpu is Triton's interpreter, which traces every access; "
-        "cuda is native (default: %(default)s)",
     )
-    group.add_argument(
-        "--platform", default="sm_90", help="the platform that is modelled (default: %(default)s)"
+    flag(
+        group,
+        "--platform PLATFORM",
+        "the platform that is modelled (default: %(default)s)",
+        default="sm_90",
     )
-    group.add_argument(
-        "--cases",
-        type=int,
-        metavar="N",
-        help="cases for each op, the most informative first (default: all, so that every pair of values "
+    flag(
+        group,
+        "--cases N",
+        "cases for each op, the most informative first (default: all, so that every pair of values "
         "occurs)",
+        type=int,
     )
-    group.add_argument(
-        "--seconds",
+    flag(
+        group,
+        "--seconds SECONDS",
+        "start no further case after this time (default: run all cases)",
         type=float,
-        help="start no further case after this time (default: run all cases)",
     )
-    group.add_argument(
-        "--case-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="stop a case that takes more processor time, and report that it does not end (default: 60; on a "
+    flag(
+        group,
+        "--case-seconds SECONDS",
+        "stop a case that takes more processor time, and report that it does not end (default: 60; on a "
         "GPU 180 s in all, because kernels are compiled)",
+        type=float,
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the data (default: %(default)s)"
-    )
+    flag(group, "--seed N", "seed of the data (default: %(default)s)", type=int, default=0)
 
 
 def _add_files(group: Any) -> None:
     add_known(group)
     add_ci_files(group)
-    group.add_argument(
+    flag(
+        group,
         "--locate",
-        action="store_true",
-        help="look for the source lines of each fault of an interpreted Triton kernel; up to half a minute "
+        "look for the source lines of each fault of an interpreted Triton kernel; up to half a minute "
         "each",
     )
-    group.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="FOLDER",
-        help="a picture of the error of each finding, and a page with all of them",
+    flag(
+        group,
+        "--pictures FOLDER",
+        "a picture of the error of each finding, and a page with all of them",
     )
-    group.add_argument(
+    flag(
+        group,
         "--coverage",
-        action="store_true",
-        help="list the lines and branches of the Triton kernels, and of the functions that launch them, that "
+        "list the lines and branches of the Triton kernels, and of the functions that launch them, that "
         "no case reached (device cpu)",
     )
-    group.add_argument(
-        "--coverage-html",
-        type=Path,
-        metavar="FOLDER",
-        help="as --coverage, and the annotated source of each op as a page in this folder",
+    flag(
+        group,
+        "--coverage-html FOLDER",
+        "as --coverage, and the annotated source of each op as a page in this folder",
     )
-    group.add_argument(
-        "--report",
-        type=Path,
-        metavar="FOLDER",
-        help="for each finding of a vLLM, the text of an issue and a script that reproduces it without "
+    flag(
+        group,
+        "--report FOLDER",
+        "for each finding of a vLLM, the text of an issue and a script that reproduces it without "
         "attnlab",
     )
 

@@ -104,6 +104,14 @@ def show(noun: Shown) -> None:
     console.print(text(noun, complete=True), crop=False)
 
 
+def put(noun: Any, as_json: bool, **more: Any) -> None:
+    """Print a noun: its sheet, or the document of its ``to_dict`` with ``more``."""
+    if as_json:
+        print_json({**noun.to_dict(), **more})
+    else:
+        show(noun)
+
+
 def notice(text: str) -> None:
     """Print one line on standard error."""
     print(f"attnlab: {text}", file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import Any
 
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
+from attnlab.case.flags import flag
 from attnlab.cli.command import Command, print_json, progress, show
 
 _PACKAGES = ("torch", "triton", "numpy")
@@ -114,15 +115,15 @@ ENV_COMMAND = Command(
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("release", metavar="VERSION", help="the release, for example 0.33.0")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    flag(
+        what,
         "--sdist",
-        action="store_true",
-        help="download the sdist (10 to 50 MB, with csrc/rocm) instead of the wheel (250 to 500 MB)",
+        "download the sdist (10 to 50 MB, with csrc/rocm) instead of the wheel (250 to 500 MB)",
     )
-    what.add_argument(
+    flag(
+        what,
         "--ops",
-        action="store_true",
-        help="download only the Python files of the attention ops (1 MB), if the package index supports "
+        "download only the Python files of the attention ops (1 MB), if the package index supports "
         "range requests, and print their folder",
     )
 

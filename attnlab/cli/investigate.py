@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from attnlab.case.fields import Int, Number
-from attnlab.case.flags import notebook_parameters
+from attnlab.case.flags import flag, notebook_parameters
 from attnlab.cli.command import Command, errors, print_json, progress, show
 
 if TYPE_CHECKING:
@@ -47,40 +47,33 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a parameter for the notebooks that have it; repeatable",
     )
-    inputs.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="FILE",
-        help="verdicts.json of an earlier run; report what changed since",
-    )
-    inputs.add_argument(
-        "--notebooks-folder",
-        type=Path,
-        metavar="FOLDER",
+    flag(inputs, "--baseline FILE", "verdicts.json of an earlier run; report what changed since")
+    flag(
+        inputs,
+        "--notebooks-folder FOLDER",
+        "folder of the notebooks (default: notebooks/ next to the package)",
         default=_NOTEBOOKS,
-        help="folder of the notebooks (default: notebooks/ next to the package)",
     )
     execution = parser.add_argument_group("execution")
-    execution.add_argument(
-        "--reports",
-        type=Path,
+    flag(
+        execution,
+        "--reports FOLDER",
+        "folder for the results (default: %(default)s)",
         default=Path("reports"),
-        metavar="FOLDER",
-        help="folder for the results (default: %(default)s)",
     )
-    execution.add_argument(
-        "--timeout",
+    flag(
+        execution,
+        "--timeout SECONDS",
+        "time limit for each notebook (default: %(default)g)",
         type=float,
         default=1200.0,
-        metavar="SECONDS",
-        help="time limit for each notebook (default: %(default)g)",
     )
-    execution.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="notebooks that run at the same time (default: one per core, with 6 GiB of free memory for "
+    flag(
+        execution,
+        "--jobs N",
+        "notebooks that run at the same time (default: one per core, with 6 GiB of free memory for "
         "each); they share the cores unless OMP_NUM_THREADS is set",
+        type=int,
     )
 
 
@@ -231,8 +224,9 @@ INVESTIGATE_COMMAND = Command(
 
 
 def _claims(args: argparse.Namespace) -> int:
-    from attnlab.study.claims import judge_claims
+    from attnlab.reports.investigate import import_study
 
+    judge_claims = import_study().judge_claims
     with progress("testing the claims") as on_step:
         findings = judge_claims(on_step=on_step)
     if args.json:

@@ -18,7 +18,6 @@ from attnlab import __version__
 from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
-    bench_command,
     capture,
     catalogue,
     check,
@@ -59,7 +58,6 @@ COMMANDS: tuple[Command, ...] = (
     catalogue.STAGES_COMMAND,
     catalogue.PLATFORMS_COMMAND,
     env.ENV_COMMAND,
-    bench_command.COMMAND,
 )
 
 

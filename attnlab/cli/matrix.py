@@ -11,10 +11,10 @@ from typing import Any
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.flags import add_field_flags, add_source_flag, given_fields
+from attnlab.case.flags import add_field_flags, add_source_flag, flag, given_fields
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.pytest_id import vllm_test_ids
-from attnlab.cli.command import Command, print_json, show
+from attnlab.cli.command import Command, put
 from attnlab.cli.sharded import add_engine, add_shard, check_flags, print_shard, run_sharded
 from attnlab.tasks.run import check_engine
 
@@ -82,8 +82,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "collects (default: the 192 ids of vLLM's test_prefix_prefill.py that a ROCm test runs)",
     )
     output = parser.add_argument_group("what to write")
-    output.add_argument("--html", type=Path, metavar="FILE", help="a page with the table, to send")
-    output.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML: a test case per id")
+    flag(output, "--html FILE", "a page with the table, to send")
+    flag(output, "--junit FILE", "JUnit XML: a test case per id")
     where: Any = parser.add_argument_group("where to run it")
     add_source_flag(where)
     add_engine(where, "default: local, one worker per core, or this process on a GPU")
@@ -123,10 +123,7 @@ def _run(args: argparse.Namespace) -> int:
         ids, [(one, outcomes.get(one.key)) for one in tasks], changes, job.versions["backend"]
     )
     _write(args, table)
-    if args.json:
-        print_json(table.to_dict())
-    else:
-        show(table)
+    put(table, args.json)
     return code or table.exit_code
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.command import Command, print_json, show
+from attnlab.cli.command import Command, put
 from attnlab.cli.releases import add_page, check_page, print_table
 from attnlab.cli.sharded import (
     CHECK_CODES,
@@ -51,7 +51,6 @@ def _run(args: argparse.Namespace) -> int:
     runs = {
         "check": _check,
         "power": _power,
-        "bench diagnose": _diagnose,
         "releases": _releases,
         "matrix": _matrix,
     }
@@ -104,20 +103,8 @@ def _matrix(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes
     from attnlab.checker.matrix import merged_matrix
 
     table = merged_matrix(header, outcomes)
-    if args.json:
-        print_json(table.to_dict())
-    else:
-        show(table)
+    put(table, args.json)
     return table.exit_code
-
-
-def _diagnose(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
-    from attnlab.cli.bench.diagnosis import diagnose_tasks, figures_of
-    from attnlab.cli.bench_command import print_diagnosis
-
-    options = header["options"]
-    tasks = diagnose_tasks(options["trials"], options["trials"])
-    return print_diagnosis(figures_of(tasks, outcomes, options["seed"]), args.json)
 
 
 COMMAND = Command(
@@ -125,7 +112,7 @@ COMMAND = Command(
     purpose="Join the stores of a sharded command into one report.",
     arguments="DIR…",
     examples=("attnlab merge shard-1 shard-2 shard-3",),
-    exit_codes=f"{CHECK_CODES}\n  (of check; of power and bench diagnose, those of that command)",
+    exit_codes=f"{CHECK_CODES}\n  (of check; of power, those of power)",
     add_flags=_add_flags,
     run=_run,
     notes="The stores must come from the same command, sources and versions, and every shard must be given "

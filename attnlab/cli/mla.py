@@ -1,28 +1,25 @@
 """The command ``attnlab mla``."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
-from attnlab.case.flags import add_field_flags, given_fields
+from attnlab.case.flags import add_field_flags, flag, given_fields
 from attnlab.case.ops import RELEASES
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import Command, print_json, progress, put, show
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
 
 
 def _add_mla_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend", default="model", help="model (default), or vllm: vLLM's Triton ops"
+    flag(
+        parser, "--backend BACKEND", "model (default), or vllm: vLLM's Triton ops", default="model"
     )
-    parser.add_argument(
-        "--source", type=Path, metavar="PATH", help="a wheel, an sdist or a checkout of vLLM"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where backend vllm runs")
-    parser.add_argument("--fault", metavar="NAME", help="plant a fault; --faults lists them")
-    parser.add_argument("--faults", action="store_true", help="list the faults that have a name")
-    parser.add_argument("--hostile", action="store_true", help="run all hostile cases of --release")
+    flag(parser, "--source PATH", "a wheel, an sdist or a checkout of vLLM")
+    flag(parser, "--device", "where backend vllm runs", choices=("cpu", "cuda"))
+    flag(parser, "--fault NAME", "plant a fault; --faults lists them")
+    flag(parser, "--faults", "list the faults that have a name")
+    flag(parser, "--hostile", "run all hostile cases of --release")
     add_field_flags(parser, MLA_FIELDS)
 
 
@@ -57,14 +54,14 @@ def _mla(args: argparse.Namespace) -> int:
                 **where,
                 on_case=lambda done, total: on_step("hostile cases of MLA", done, total),
             )
-        print_json(report.to_dict()) if args.json else show(report)
+        put(report, args.json)
         return 1 if report.findings else 3 if report.unavailable else 0
     case = MlaCase(**fields)
 
     from attnlab.mla.run import run_mla
 
     result = run_mla(case, **where, fault=args.fault)
-    print_json(result.to_dict()) if args.json else show(result)
+    put(result, args.json)
     return 0 if result.status == "match" else 1
 
 
@@ -98,14 +95,11 @@ _BACKENDS = ("vllm", "model")
 
 
 def _add_writes_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend", default="vllm", help="vllm (default): vLLM's own ops; or model"
-    )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help="a wheel, an sdist or a checkout of vLLM; CUDA ops need an sdist or a checkout",
+    flag(parser, "--backend BACKEND", "vllm (default): vLLM's own ops; or model", default="vllm")
+    flag(
+        parser,
+        "--source PATH",
+        "a wheel, an sdist or a checkout of vLLM; CUDA ops need an sdist or a checkout",
     )
 
 
@@ -120,10 +114,7 @@ def _writes(args: argparse.Namespace) -> int:
     from attnlab.lab.writes import check_writes
 
     report = check_writes(backend=args.backend, source=args.source)
-    if args.json:
-        print_json(report.to_dict())
-    else:
-        show(report)
+    put(report, args.json)
     return 1 if report.findings else 3 if report.unavailable else 0
 
 

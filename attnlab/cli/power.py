@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.flags import add_case_flags
 from attnlab.case.ops import check_scored
-from attnlab.cli.command import Command, case_of_flags, print_json, progress, show
+from attnlab.cli.command import Command, case_of_flags, progress, put
 from attnlab.cli.sharded import add_engine, add_shard
 from attnlab.tasks.run import check_engine
 
@@ -55,10 +55,7 @@ def _run_tasks(args: argparse.Namespace, case: "Case") -> int:
 
 def print_power(report: "MutationReport", as_json: bool) -> int:
     """Print a report and return the exit code."""
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        show(report)
+    put(report, as_json)
     return 1 if report.survivors else 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
+from attnlab.case.flags import flag
 from attnlab.case.ops import TRITON_OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.cli.check import add_conditions, check_run_flags, step_text
@@ -44,23 +45,26 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="the releases of the package index from FIRST to LAST, or one release; with --sources the "
         "default is all of the folder",
     )
-    parser.add_argument(
-        "--sources",
-        type=Path,
-        metavar="DIR",
-        help="take the releases from this folder, which has a wheel, an sdist or a folder for each, and "
+    flag(
+        parser,
+        "--sources DIR",
+        "take the releases from this folder, which has a wheel, an sdist or a folder for each, and "
         "download nothing",
     )
-    parser.add_argument(
-        "--op", action="append", choices=TRITON_OPS, help="check this op; repeatable (default: all)"
+    flag(
+        parser,
+        "--op",
+        "check this op; repeatable (default: all)",
+        action="append",
+        choices=TRITON_OPS,
     )
     add_conditions(parser.add_argument_group("how to check them"))
     place = parser.add_argument_group("where to run it")
     add_scaling(place)
-    place.add_argument(
+    flag(
+        place,
         "--native",
-        action="store_true",
-        help="with device cpu: run the smallest case of each fault on this machine's GPU, too, and state "
+        "with device cpu: run the smallest case of each fault on this machine's GPU, too, and state "
         "whether it confirms the fault",
     )
     add_page(parser.add_argument_group("files to write"))
@@ -68,11 +72,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_page(group: Any) -> None:
     """Add --page."""
-    group.add_argument(
-        "--page",
-        type=Path,
-        metavar="FILE.html",
-        help="write the table as one HTML page, and the JSON document next to it",
+    flag(
+        group,
+        "--page FILE.html",
+        "write the table as one HTML page, and the JSON document next to it",
     )
 
 

@@ -9,9 +9,10 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Number, refuse
+from attnlab.case.flags import flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
-from attnlab.cli.command import Command, notice, print_json, progress, show
+from attnlab.cli.command import Command, notice, print_json, progress, put, show
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -36,39 +37,39 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
         metavar="CALL",
         help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
     )
-    call.add_argument(
-        "--map", metavar="FIELD=KEY,…", help="the key of each field in a dict of tensors"
+    flag(call, "--map FIELD=KEY,…", "the key of each field in a dict of tensors")
+    flag(call, "--op OP", "the op that describes the call")
+    flag(
+        call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"
     )
-    call.add_argument("--op", metavar="OP", help="the op that describes the call")
-    call.add_argument(
-        "--platform", help="where the call ran (default: as recorded, or that of a Case)"
-    )
-    call.add_argument(
-        "--release",
-        help="the release whose rules the kernels follow (default: that of the source)",
+    flag(
+        call,
+        "--release RELEASE",
+        "the release whose rules the kernels follow (default: that of the source)",
     )
     default = "the models" if several else "nothing: the recorded output is cut"
     run = parser.add_argument_group(f"what runs it (default: {default})")
     more: dict[str, Any] = {"action": "append", "default": []} if several else {}
     again = "; repeatable" if several else ""
-    run.add_argument(
-        "--source",
-        metavar="PATH",
-        help="a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded"
+    flag(
+        run,
+        "--source PATH",
+        "a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded" + again,
+        type=str,
+        **more,
+    )
+    flag(
+        run,
+        "--backend NAME",
+        "a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, FILE.py:FUNCTION"
         + again,
         **more,
     )
-    run.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, FILE.py:FUNCTION"
-        + again,
-        **more,
-    )
-    run.add_argument(
+    flag(
+        run,
         "--device",
+        "where the kernels of a vLLM run (default: cuda if torch can use a GPU)",
         choices=("cpu", "cuda"),
-        help="where the kernels of a vLLM run (default: cuda if torch can use a GPU)",
     )
 
 
@@ -106,10 +107,10 @@ def _replay(args: argparse.Namespace) -> int:
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser)
     group = parser.add_argument_group("what is asked")
-    group.add_argument(
+    flag(
+        group,
         "--probe",
-        action="store_true",
-        help="corruption or another order of sums? Run the call with variations on one source or backend",
+        "corruption or another order of sums? Run the call with variations on one source or backend",
     )
 
 
@@ -137,10 +138,7 @@ def _probe(args: argparse.Namespace) -> int:
             given,
             on_variation=lambda name, done: on_step(f"probing, run {done + 1}: {name}"),
         )
-    if args.json:
-        print_json(found.to_dict())
-    else:
-        show(found)
+    put(found, args.json)
     return 1 if found.is_wrong else 0
 
 
@@ -159,10 +157,7 @@ def _replay_replay(args: argparse.Namespace) -> int:
             name=str(args.call),
             on_target=lambda name, done, total: on_step(f"replaying on {name}", done, total),
         )
-    if args.json:
-        print_json({**found.to_dict(), "exit_code": found.exit_code})
-    else:
-        show(found)
+    put(found, args.json, exit_code=found.exit_code)
     return found.exit_code
 
 
@@ -191,16 +186,13 @@ REPLAY_COMMAND = Command(
 def _add_shrink_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser, several=False)
     group = parser.add_argument_group("the result")
-    group.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the file of the smaller call; its script, if there is one, has the same name with .py "
+    flag(
+        group,
+        "--out FILE",
+        "the file of the smaller call; its script, if there is one, has the same name with .py "
         "(default: CALL-small.safetensors in the current folder)",
     )
-    group.add_argument(
-        "--seconds", metavar="S", help="run no further call after this time (default: 120)"
-    )
+    flag(group, "--seconds S", "run no further call after this time (default: 120)")
 
 
 def _shrink(args: argparse.Namespace) -> int:

@@ -6,18 +6,24 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Number, suggestion
-from attnlab.case.flags import add_case_flags, case_of, given_fields, notebook_parameters, read_text
+from attnlab.case.flags import (
+    add_case_flags,
+    case_of,
+    flag,
+    given_fields,
+    notebook_parameters,
+    read_text,
+)
 from attnlab.case.output_file import check_output_file
 from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
-from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, show
+from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, put, show
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 
@@ -98,10 +104,7 @@ def _explain(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
 
     decision = decide(case_of_flags(args))
-    if args.json:
-        print_json(decision.to_dict())
-    else:
-        show(decision)
+    put(decision, args.json)
     return 0
 
 
@@ -142,10 +145,7 @@ def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.decode_error import decode
 
     decoded = decode(found, case, platform_by=platform_by)
-    if args.json:
-        print_json(decoded.to_dict())
-    else:
-        show(decoded)
+    put(decoded, args.json)
     return 0
 
 
@@ -186,41 +186,40 @@ _NOT_OF_SIZE = {"platform", "release", "stage", "backend"}
 
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to run")
-    group.add_argument(
+    flag(
+        group,
         "--full",
-        action="store_true",
-        help="run the size of the test; without it, a Case that is given by nothing or by "
+        "run the size of the test; without it, a Case that is given by nothing or by "
         "--platform, --release, --stage and --backend alone is reduced to 8 heads and lengths up to 128",
     )
-    group.add_argument(
+    flag(
+        group,
         "--stages",
-        action="store_true",
-        help="run every stage of the test, and print a table with a column for each platform",
+        "run every stage of the test, and print a table with a column for each platform",
     )
-    group.add_argument(
-        "--platforms",
-        metavar="A,B",
-        help="the platforms of --stages, for example gfx942,sm_90 (default: these; for backend "
+    flag(
+        group,
+        "--platforms A,B",
+        "the platforms of --stages, for example gfx942,sm_90 (default: these; for backend "
         "vllm-cpu the Case's platform)",
     )
-    group.add_argument(
-        "--save-call",
-        type=Path,
-        metavar="FILE",
-        help="write the call and its output to a safetensors file, for diagnose --call",
+    flag(
+        group,
+        "--save-call FILE",
+        "write the call and its output to a safetensors file, for diagnose --call",
     )
-    group.add_argument(
-        "--seconds",
-        metavar="S",
-        help="run in a process of its own, and reject a kernel that takes longer or ends the process "
+    flag(
+        group,
+        "--seconds S",
+        "run in a process of its own, and reject a kernel that takes longer or ends the process "
         "(default: no limit)",
     )
-    group.add_argument(
-        "--against",
-        action="append",
-        metavar="FIELD=VALUE",
-        help="run the Case a second time with this change, and compare the bits of both outputs, for "
+    flag(
+        group,
+        "--against FIELD=VALUE",
+        "run the Case a second time with this change, and compare the bits of both outputs, for "
         "example empty_slots=garbage; repeatable",
+        action="append",
     )
     command.add_flags(parser)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.flags import flag
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.cli.command import notice, print_json, progress, show
 from attnlab.tasks.interrupts import interruptible
@@ -79,64 +80,53 @@ def add_scaling(group: Any) -> None:
     """Add the flags of commands that run many tasks: engine, shard, store and times."""
     add_engine(group, "default: local, one per core, or per GPU")
     add_shard(group)
-    group.add_argument(
-        "--times",
-        type=Path,
-        metavar="DIR",
-        help="divide the shards by the times in this store; all shards need the same (default: times that "
+    flag(
+        group,
+        "--times DIR",
+        "divide the shards by the times in this store; all shards need the same (default: times that "
         "come with attnlab)",
     )
 
 
 def add_engine(group: Any, default: str) -> None:
     """Add --engine; ``default`` describes what runs the tasks without it."""
-    group.add_argument(
-        "--engine",
-        metavar="ENGINE",
-        help="local or local:N, N worker processes on this machine; ray, a Ray cluster: that of RAY_ADDRESS, "
+    flag(
+        group,
+        "--engine ENGINE",
+        "local or local:N, N worker processes on this machine; ray, a Ray cluster: that of RAY_ADDRESS, "
         f"or a local one that is started; ray://HOST:PORT, another ({default})",
     )
 
 
 def add_shard(group: Any) -> None:
     """Add --shard and --out."""
-    group.add_argument(
-        "--shard",
+    flag(
+        group,
+        "--shard I/N",
+        "run only part I of N; attnlab merge joins the stores of all parts",
         default="1/1",
-        metavar="I/N",
-        help="run only part I of N; attnlab merge joins the stores of all parts",
     )
-    group.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="keep each verdict in this folder as it arrives; the same command continues there",
+    flag(
+        group,
+        "--out DIR",
+        "keep each verdict in this folder as it arrives; the same command continues there",
     )
 
 
 def add_known(group: Any) -> None:
     """Add --known."""
-    group.add_argument(
-        "--known",
-        type=Path,
-        metavar="FILE",
-        help="expected findings, which do not count: one OP KIND [DIAGNOSIS] LINK per line, or JSON",
+    flag(
+        group,
+        "--known FILE",
+        "expected findings, which do not count: one OP KIND [DIAGNOSIS] LINK per line, or JSON",
     )
 
 
 def add_ci_files(group: Any) -> None:
     """Add --junit and --sarif."""
-    group.add_argument(
-        "--junit",
-        type=Path,
-        metavar="FILE",
-        help="JUnit XML: a test suite per op, a test case per kind of fault",
-    )
-    group.add_argument(
-        "--sarif",
-        type=Path,
-        metavar="FILE",
-        help="SARIF 2.1.0 for code scanning: each finding with its file and line",
+    flag(group, "--junit FILE", "JUnit XML: a test suite per op, a test case per kind of fault")
+    flag(
+        group, "--sarif FILE", "SARIF 2.1.0 for code scanning: each finding with its file and line"
     )
 
 

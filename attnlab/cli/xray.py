@@ -3,11 +3,11 @@
 import argparse
 import dataclasses
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, NotDeterministic
+from attnlab.case.flags import flag
 from attnlab.case.ops import check_weighs_values
 from attnlab.case.output_file import HTML, check_input_path, check_output_file
 from attnlab.cli import command
@@ -21,35 +21,24 @@ if TYPE_CHECKING:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to measure (default: the Case)")
-    group.add_argument(
-        "--call",
-        type=Path,
-        metavar="PATH",
-        help="a saved KernelCall, or a call in another format that attnlab diagnose reads; it holds no "
+    flag(
+        group,
+        "--call PATH",
+        "a saved KernelCall, or a call in another format that attnlab diagnose reads; it holds no "
         "kernel, so give the one to measure: --kernel, --backend or --source; of the Case only the platform, "
         "the release and the backend are used",
     )
     command.add_kernel_flag(group)
-    group.add_argument(
-        "--limit-s",
+    flag(
+        group,
+        "--limit-s S",
+        "seconds for the search for a description (default: 10)",
         type=float,
         default=10.0,
-        metavar="S",
-        help="seconds for the search for a description (default: 10)",
     )
-    group.add_argument(
-        "--no-confirm",
-        action="store_true",
-        help="do not measure another case to confirm a description",
-    )
-    group.add_argument(
-        "--no-location",
-        action="store_true",
-        help="do not look for the source lines of wrong weights",
-    )
-    group.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with the pictures, in one file"
-    )
+    flag(group, "--no-confirm", "do not measure another case to confirm a description")
+    flag(group, "--no-location", "do not look for the source lines of wrong weights")
+    flag(group, "--html FILE", "write a page with the pictures, in one file")
     command.add_flags(parser)
 
 

@@ -13,7 +13,6 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
 from attnlab.show.notebook import Json, Verdict, as_text, plain, versions
-from attnlab.show.sheets.conclusions import row
 from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Tone, Words
 
 # The post-mortem of a notebook as data: its page shows the summary on top and the follow-up at the end.
@@ -301,6 +300,29 @@ class Results(Shown):
         lost = any(change.is_loss for change in self.changes or ())
         return not self.not_run and not lost and all_ok(self.outcomes)
 
+    def sheet(self) -> Sheet:
+        """Return a row for each notebook and each of its verdicts, and the changes since the baseline."""
+        verdicts = [verdict for outcome in self for verdict in outcome.verdicts]
+        right = sum(verdict.ok for verdict in verdicts)
+        passed = sum(outcome.status == "passed" for outcome in self)
+        unavailable = sum(outcome.status == "unavailable" for outcome in self)
+        cannot = f", {unavailable} cannot run here" if unavailable else ""
+        summary = (
+            f"{passed} of {self.total} notebooks passed{cannot}, "
+            f"{right} of {len(verdicts)} verdicts as expected"
+        )
+        rows = [line for outcome in self for line in _outcome_rows(outcome)]
+        columns = ["notebook", "verdict", "expected", "found"]
+        parts: list[Part] = [Grid(columns, rows, most=len(rows))] if rows else []
+        return Sheet.of(
+            "Notebooks",
+            summary,
+            *parts,
+            *_changes(self.changes, self.baseline),
+            tone="good" if self.ok else "bad",
+            name="Results",
+        )
+
 
 def all_ok(outcomes: Sequence[Outcome]) -> bool:
     """Answer whether each notebook passed or is unavailable, and at least one passed."""
@@ -401,38 +423,16 @@ def _junit_case(
     return case
 
 
-# Sheet of a run of the notebooks: their verdicts, and the changes since a baseline.
+# Parts of the sheet of Results.
 
 _STATUS: dict[str, Tone] = {"passed": "good", "unavailable": "warn", "interrupted": "warn"}
-
-
-def results(one: Results) -> Sheet:
-    """Return a row for each notebook and each of its verdicts, and the changes since the baseline."""
-    verdicts = [verdict for outcome in one for verdict in outcome.verdicts]
-    right = sum(verdict.ok for verdict in verdicts)
-    passed = sum(outcome.status == "passed" for outcome in one)
-    unavailable = sum(outcome.status == "unavailable" for outcome in one)
-    cannot = f", {unavailable} cannot run here" if unavailable else ""
-    summary = (
-        f"{passed} of {one.total} notebooks passed{cannot}, "
-        f"{right} of {len(verdicts)} verdicts as expected"
-    )
-    rows = [line for outcome in one for line in _outcome_rows(outcome)]
-    columns = ["notebook", "verdict", "expected", "found"]
-    parts: list[Part] = [Grid(columns, rows, most=len(rows))] if rows else []
-    return Sheet(
-        kind="Notebooks",
-        line=f"<Results: {summary}>",
-        head=Words(summary, "good" if one.ok else "bad"),
-        parts=[*parts, *_changes(one.changes, one.baseline)],
-    )
 
 
 def _outcome_rows(outcome: Outcome) -> list[Row]:
     tone = _STATUS.get(outcome.status, "bad")
     status = f"{outcome.status} in {outcome.seconds:.0f} s"
     rows: list[Row] = [[Words(outcome.name), Words(status, tone), "", ""]]
-    rows += [["", *row(verdict)] for verdict in outcome.verdicts]
+    rows += [["", *verdict.row()] for verdict in outcome.verdicts]
     if outcome.message:
         rows.append(["", Words(outcome.message, tone), "", ""])
     return rows

@@ -14,6 +14,7 @@ from attnlab import __version__
 from attnlab.case.errors import AttnLabError, VerdictFailed
 from attnlab.case.flags import check_injected
 from attnlab.case.shown import Shown, renderer
+from attnlab.show.sheets.sheet import Facts, Grid, Part, Row, Sheet, Words
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -64,6 +65,26 @@ class Verdict(Shown):
         if self.ok:
             return f"{self.name}: {as_text(self.found)}, as expected"
         return f"{self.name}: expected {as_text(self.expected)}, found {as_text(self.found)}"
+
+    def sheet(self) -> Sheet:
+        """Return what was expected, what was found, and the evidence."""
+        values = {"expected": self.expected, "found": self.found, **self.evidence}
+        return Sheet(
+            kind="Verdict",
+            line=f"{'✓' if self.ok else '✗'} {self}",
+            head=self._mark,
+            parts=[Facts([(name, Words(as_text(v), code=True)) for name, v in values.items()])],
+        )
+
+    def row(self) -> Row:
+        """Return the verdict as a row of a table: its mark and name, what was expected, what was found."""
+        found = Words(as_text(self.found), self._mark.tone, code=True)
+        return [self._mark, Words(as_text(self.expected), code=True), found]
+
+    @property
+    def _mark(self) -> Words:
+        """Return the name with a tick or a cross."""
+        return Words(f"{'✓' if self.ok else '✗'} {self.name}", "good" if self.ok else "bad")
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {
@@ -127,6 +148,14 @@ class Verdicts(Shown):
         if wrong:
             noun = "verdict differs" if len(wrong) == 1 else "verdicts differ"
             raise VerdictFailed(f"{len(wrong)} {noun}: " + "; ".join(map(str, wrong)))
+
+    def sheet(self) -> Sheet:
+        """Return a row for each verdict."""
+        right = sum(one.ok for one in self)
+        count = f"{right} of {len(self)} as expected" if len(self) else "no verdict was recorded"
+        table = Grid(["verdict", "expected", "found"], [one.row() for one in self], most=60)
+        parts: list[Part] = [table] if len(self) else []
+        return Sheet.of("Verdicts", count, *parts, tone="good" if right == len(self) > 0 else "bad")
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {

@@ -1,8 +1,9 @@
 """attnlab claims: one row for each claim."""
 
-from helpers.commands import document, printed
+from helpers.commands import document, error_line, printed
 
-from attnlab.study import claims
+from attnlab.reports import investigate
+from study import claims
 
 
 def test_claims(capsys, monkeypatch):
@@ -12,3 +13,8 @@ def test_claims(capsys, monkeypatch):
     text = printed(capsys, ["claims"], 0)
     for one in found:
         assert f"{one['number']} {one['verdict']}" in text
+
+
+def test_an_installation_without_notebooks(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(investigate, "NOTEBOOKS", tmp_path)
+    assert "run attnlab from a checkout" in error_line(capsys, ["claims"])

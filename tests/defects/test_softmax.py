@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from fault_injection import correct_run, plant
 from helpers.cases import hostile
 
 from attnlab.case.case import Case
-from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import Problem, RowSlice, make_problem, scores_of
 from attnlab.diagnosis.diagnose import diagnose

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
+from fault_injection import correct_run, plant
 from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import case_of
-from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.cli.main import make_parser
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.candidates import Candidate, Confirmation, Scope, is_by_chance

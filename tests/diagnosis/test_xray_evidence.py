@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from fault_injection import correct_run, plant
 from helpers.cases import hostile
 
 from attnlab.case.case import Case
-from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.contracts.contract import Target
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose

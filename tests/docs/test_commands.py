@@ -8,16 +8,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import snippets
 import torch
 
 import attnlab
 from attnlab.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import snippets  # noqa: E402
-
-sys.path.pop(0)
 
 # A release of vLLM with one op, which is correct and needs no Triton.
 MERGE = """

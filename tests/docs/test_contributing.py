@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import snippets
 
 import attnlab
 from attnlab.checker.check import check
@@ -15,10 +15,7 @@ from attnlab.mutation.power import measure_power as power
 from attnlab.tensors.call import KernelCall
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import snippets  # noqa: E402
 
-sys.path.pop(0)
 SMALL = attnlab.Case(num_heads=4, query_lens=(17, 1), ctx_lens=(16, 40), distribution="normal")
 
 

@@ -2,10 +2,11 @@
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
+import bench
 import pytest
+import snippets
 
 import attnlab
 from attnlab.case.declaration import CaseFields
@@ -13,10 +14,7 @@ from attnlab.cli.main import COMMANDS, make_parser
 from attnlab.recorder import pytest_plugin
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import snippets  # noqa: E402
 
-sys.path.pop(0)
 PAGES = [*snippets.pages(), ROOT / "SECURITY.md"]
 # A pattern, and two files of another project.
 OTHER_FILES = {
@@ -44,7 +42,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 FLAGS = {
     flag
-    for parser in parsers(make_parser())
+    for parser in [*parsers(make_parser()), bench.make_parser()]
     for action in parser._actions
     for flag in action.option_strings
 } | set(re.findall(r'"(--[a-z-]+)"', Path(pytest_plugin.__file__).read_text()))

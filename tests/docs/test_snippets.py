@@ -6,12 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import snippets
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import snippets  # noqa: E402
-
-sys.path.pop(0)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from attnlab.study.engine import hide_broken, refuse_network
+sys.path.append(str(Path(__file__).parents[2] / "notebooks"))
+from study.engine import hide_broken, refuse_network
 
 WINDOW, BLOCK, VOCABULARY = 40, 32, 128
 CONFIG = {

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
+from fault_injection import correct_run, random_case
 from helpers.cases import hostile
 
 from attnlab.case.errors import KernelRejected
-from attnlab.cli.bench.fault_injection import correct_run, random_case
 from attnlab.diagnosis.cells import locate
 from attnlab.lab.lab import Lab
 

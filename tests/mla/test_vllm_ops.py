@@ -7,7 +7,7 @@ from helpers.sources import needs_triton, of_release
 from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, PATHS, MlaCase
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
-from attnlab.study.mla_chain import MLA_EDITS, edited_ops
+from study.mla_chain import MLA_EDITS, edited_ops
 
 pytestmark = [pytest.mark.releases, needs_triton]
 # With empty chunks, and with pages that hold finite numbers where the wrong slots are.

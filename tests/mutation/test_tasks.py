@@ -32,26 +32,11 @@ def test_shards_of_power(capsys, tmp_path):
     assert "known must not be given" in error_line(capsys, ["merge", *stores, "--known", "x"])
 
 
-def test_shards_of_bench_diagnose(capsys, tmp_path):
-    """A trial depends on its index alone, so that any division, and any engine, gives the same trials."""
-    flags = ["bench", "diagnose", "--trials", "2", "--seed", "4"]
-    whole = printed(capsys, flags, 0)
-    stores = [str(tmp_path / f"{i}") for i in (1, 2)]
-    for i, (out, engine) in enumerate(zip(stores, ([], ["--engine", "local:1"]), strict=True), 1):
-        printed(capsys, [*flags, "--shard", f"{i}/2", "--out", out, *engine], 0)
-    merged = printed(capsys, ["merge", *stores[::-1]], 0)
-    times = ("median_seconds", "most_seconds")
-    assert {**merged, **dict.fromkeys(times)} == {**whole, **dict.fromkeys(times)}
+def test_a_shard_needs_a_store(capsys):
+    flags = ["power", *SMALL, "--shard"]
+    assert "out must be given with shard" in error_line(capsys, [*flags, "1/2"])
+    assert "shard must be" in error_line(capsys, [*flags, "0/3"])
 
 
-@pytest.mark.parametrize("argv", [["power", *SMALL], ["bench", "diagnose"]])
-def test_a_shard_needs_a_store(capsys, argv):
-    assert "out must be given with shard" in error_line(capsys, [*argv, "--shard", "1/2"])
-    assert "shard must be" in error_line(capsys, [*argv, "--shard", "0/3"])
-
-
-def test_an_engine_is_for_the_trials_only(capsys):
-    assert "with diagnose only" in error_line(capsys, ["bench", "--engine", "local"])
-    flags = ["bench", "diagnose", "--trials", "1", "--engine", "locals"]
-    assert "engine must be" in error_line(capsys, flags)
+def test_an_unknown_engine(capsys):
     assert "engine must be" in error_line(capsys, ["power", *SMALL, "--engine", "locals"])

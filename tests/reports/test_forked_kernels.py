@@ -7,11 +7,11 @@ import threading
 import pytest
 from helpers.processes import is_running, popen, wait_for
 
-from attnlab.reports.runner import can_fork, start_fork_server
+from attnlab.reports.investigate import can_fork, start_fork_server
 
 START = """
 import os, sys, tempfile, time
-from attnlab.reports.runner import fork_kernel, start_fork_server
+from attnlab.reports.investigate import fork_kernel, start_fork_server
 assert start_fork_server({})
 with tempfile.TemporaryFile() as words:
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", sys.argv[1]]

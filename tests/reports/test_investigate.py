@@ -13,10 +13,16 @@ from bs4 import BeautifulSoup
 from helpers.notebooks import OOM_KILL, SEGFAULT, VERDICTS, write_notebook
 
 from attnlab.reports import investigate as module
-from attnlab.reports.investigate import default_jobs, find_notebooks, free_memory_gib, investigate
+from attnlab.reports.investigate import (
+    SIGNALS,
+    _last_words,
+    default_jobs,
+    find_notebooks,
+    free_memory_gib,
+    investigate,
+)
 from attnlab.reports.notebook_result import Results, all_ok, write_verdicts
 from attnlab.reports.pages import write_index
-from attnlab.reports.runner import SIGNALS, _last_words
 from attnlab.show.sheets import plain
 
 

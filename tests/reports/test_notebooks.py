@@ -23,7 +23,7 @@ from attnlab.cli.main import make_parser
 from attnlab.kernels.vllm.source import fetch
 from attnlab.reports.investigate import find_notebooks, investigate
 from attnlab.show.notebook import PROVENANCE_MIME
-from attnlab.study.production import check_available
+from study.production import check_available
 
 pytestmark = pytest.mark.slow
 NOTEBOOKS = find_notebooks([], FOLDER)

@@ -6,7 +6,7 @@ import sys
 CODE = """
 import sys
 {before}
-from attnlab.reports.runner import import_jsonschema
+from attnlab.reports.investigate import import_jsonschema
 import_jsonschema()
 print("jsonschema" in sys.modules, sys.modules.get("rfc3987_syntax", "absent") == "absent")
 import nbformat

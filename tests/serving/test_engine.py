@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from attnlab.serving.report import CaptureReport, read_report
-from attnlab.study.production import is_available
 from attnlab.tensors.call import KernelCall
+from study.production import is_available
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,8 +14,8 @@ from attnlab.show.sheets.sheet import Sheet
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# The function that makes each noun's sheet. It is imported when such a noun is displayed first, so that
-# later folders can have sheets of their own.
+# The function that makes the sheet of each noun without a method ``sheet``; it is imported when such a noun
+# is displayed first. Nouns of later folders have that method.
 SHEETS: dict[str, str] = {
     "attnlab.case.case.Case": "attnlab.show.sheets.results.case",
     "attnlab.tensors.batch.Batch": "attnlab.show.sheets.results.batch",
@@ -41,16 +41,10 @@ SHEETS: dict[str, str] = {
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
     "attnlab.checker.releases.ReleaseTable": "attnlab.show.sheets.conclusions.release_table",
-    "attnlab.show.notebook.Verdict": "attnlab.show.sheets.conclusions.verdict",
-    "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.conclusions.verdicts",
-    "attnlab.reports.notebook_result.Results": "attnlab.reports.notebook_result.results",
     "attnlab.replay.replay_call.Replays": "attnlab.replay.sheets.replays",
     "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
     "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",
     "attnlab.serving.report.CaptureReport": "attnlab.serving.report.capture_report",
-    "attnlab.study.claims.ledger.Finding": "attnlab.study.sheets.claim",
-    "attnlab.study.claims.ledger.Findings": "attnlab.study.sheets.claims",
-    "attnlab.study.overview.Chapters": "attnlab.study.sheets.chapters",
 }
 WIDTH = 110  # columns of text if no terminal reports its width
 
@@ -59,6 +53,9 @@ def sheet_of(noun: Shown) -> Sheet:
     """Return a noun's sheet; a Sheet is its own. Raises TypeError for a noun without one."""
     if isinstance(noun, Sheet):
         return noun
+    if make := getattr(noun, "sheet", None):
+        own: Sheet = make()
+        return own
     for kind in type(noun).__mro__:
         if place := SHEETS.get(f"{kind.__module__}.{kind.__qualname__}"):
             module, _, name = place.rpartition(".")

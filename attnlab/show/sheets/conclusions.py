@@ -1,7 +1,6 @@
 """Sheets of conclusions: Diagnosis, MutationReport, and the findings of ``attnlab check``."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.show.sheets.sheet import (
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from attnlab.lab.writes import WriteReport
     from attnlab.mla.run import MlaReport, MlaResult
     from attnlab.mutation.power import MutationReport
-    from attnlab.show.notebook import Verdict, Verdicts
     from attnlab.weights.xray import XRay
 
 _STATUS: dict[str, Tone] = {
@@ -66,21 +64,15 @@ def diagnosis(one: "Diagnosis") -> Sheet:
     head = one.status if one.cause is None else f"{one.status}: {one.cause.name}"
     head = head if one.instability is None else f"{head}: not deterministic"
     command = None if one.distinction is None else one.distinction.command
-    return Sheet(
-        kind="Diagnosis",
-        line=f"<Diagnosis: {head}>",
-        head=Words(head, _STATUS[one.status]),
-        parts=[
-            Lines(one.sentences()),
-            *(
-                [Command(command, "the case that decides; your kernel must run it")]
-                if command
-                else []
-            ),
-            *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
-            *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
-            Lines([Words(", ".join(covered), "quiet")]),
-        ],
+    return Sheet.of(
+        "Diagnosis",
+        head,
+        Lines(one.sentences()),
+        Command(command, "the case that decides; your kernel must run it") if command else None,
+        Grid(CANDIDATE_COLUMNS, rows, title, most=8) if rows else None,
+        Lines([_excluded_text(one.counts())]) if len(excluded) > _NEAREST else None,
+        Lines([Words(", ".join(covered), "quiet")]),
+        tone=_STATUS[one.status],
     )
 
 
@@ -111,31 +103,31 @@ def power(one: "MutationReport") -> Sheet:
         "÷ tolerance",
         "cheapest change that kills it",
     ]
-    return Sheet(
-        kind="MutationReport",
-        line=f"<MutationReport: {counts}>",
-        head=Words(counts, "bad" if one.survivors else "good"),
-        parts=[Lines(one.sentences()), Grid(columns, rows, most=10)],
+    return Sheet.of(
+        "MutationReport",
+        counts,
+        Lines(one.sentences()),
+        Grid(columns, rows, most=10),
+        tone="bad" if one.survivors else "good",
     )
 
 
 def finding(one: "Finding") -> Sheet:
     """Return one fault of a kernel, and the smallest Case that shows it."""
-    return Sheet(
-        kind="Finding",
-        line=f"<Finding: {one.op}: {one.kind}, {one.diagnosis}>",
-        head=Words(f"{one.op}: {one.kind}", "bad" if one.is_fault else "warn"),
-        parts=[
-            Facts(
-                [
-                    ("diagnosis", one.title),
-                    *(("source", line.text) for line in one.lines),
-                    ("evidence", one.evidence),
-                    ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
-                ]
-            ),
-            Command(one.command, "smallest case"),
-        ],
+    return Sheet.of(
+        "Finding",
+        f"{one.op}: {one.kind}",
+        Facts(
+            [
+                ("diagnosis", one.title),
+                *(("source", line.text) for line in one.lines),
+                ("evidence", one.evidence),
+                ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
+            ]
+        ),
+        Command(one.command, "smallest case"),
+        tone="bad" if one.is_fault else "warn",
+        line=f"{one.op}: {one.kind}, {one.diagnosis}",
     )
 
 
@@ -165,12 +157,7 @@ def report(one: "Report") -> Sheet:
         parts.append(Lines([f"written: {path}" for path in one.reports]))
     if one.left_out:
         parts.append(Grid(["not checked"], [[text] for text in one.left_out], most=3))
-    return Sheet(
-        kind="Report",
-        line=f"<Report: {summary}>",
-        head=Words(summary, _EXIT_CODE[one.exit_code]),
-        parts=parts,
-    )
+    return Sheet.of("Report", summary, *parts, tone=_EXIT_CODE[one.exit_code])
 
 
 def _coverage_parts(one: "Report") -> list[Part]:
@@ -252,70 +239,6 @@ def _reads_grid(one: "Report") -> Grid:
     return Grid(["op", "slots read, by what they are to the reader"], rows, most=len(rows))
 
 
-# Sheets of the verdicts of a notebook.
-
-
-def verdict(one: "Verdict") -> Sheet:
-    """Return what was expected, what was found, and the evidence."""
-    from attnlab.show.notebook import as_text
-
-    values = {"expected": one.expected, "found": one.found, **one.evidence}
-    return Sheet(
-        kind="Verdict",
-        line=f"{'✓' if one.ok else '✗'} {one}",
-        head=mark(one.ok, one.name),
-        parts=[Facts([(name, Words(as_text(v), code=True)) for name, v in values.items()])],
-    )
-
-
-def verdicts(found: "Verdicts") -> Sheet:
-    """Return a row for each verdict."""
-    right = sum(one.ok for one in found)
-    count = f"{right} of {len(found)} as expected" if len(found) else "no verdict was recorded"
-    parts: list[Part] = []
-    if len(found):
-        parts = [Grid(["verdict", "expected", "found"], [row(one) for one in found], most=60)]
-    return Sheet(
-        kind="Verdicts",
-        line=f"<Verdicts: {count}>",
-        head=Words(count, "good" if right == len(found) > 0 else "bad"),
-        parts=parts,
-    )
-
-
-def row(one: "Verdict") -> Row:
-    """Return a verdict as a row of a table: its mark and name, what was expected, what was found."""
-    from attnlab.show.notebook import as_text
-
-    found = Words(as_text(one.found), "good" if one.ok else "bad", code=True)
-    return [mark(one.ok, one.name), Words(as_text(one.expected), code=True), found]
-
-
-def mark(ok: bool, text: str) -> Words:
-    """Return a text with a tick or a cross."""
-    return Words(f"{'✓' if ok else '✗'} {text}", "good" if ok else "bad")
-
-
-# Sheet of the changes that the lab makes to vLLM's source before it builds it.
-
-
-def adaptations(root: Path) -> Sheet:
-    """Return what is changed in the csrc/rocm attention of the vLLM at ``root``, and why.
-
-    Raises Unavailable if the vLLM has no such source.
-    """
-    from attnlab.kernels.rocm.build import times_adapted
-
-    rows: list[Row] = [[change.what, times, change.why] for change, times in times_adapted(root)]
-    count = f"{len(rows)} kinds of changes to csrc/rocm"
-    return Sheet(
-        kind="Adaptations",
-        line=f"<Adaptations: {count}>",
-        head=count,
-        parts=[Grid(["change", "times", "reason"], rows, most=len(rows))],
-    )
-
-
 # Sheet of a report of cache writes.
 
 _TONES: dict[str, Tone] = {
@@ -336,11 +259,13 @@ def write_report(one: "WriteReport") -> Sheet:
         )
     head = f"{len(one.findings)} findings in {len(one.results)} writes"
     columns = ["write", "result", "wrong"]
-    return Sheet(
-        kind="Cache writes",
-        line=f"<WriteReport: {head}>",
-        head=Words(head, "bad" if one.findings else "good"),
-        parts=[Facts([("ops", one.backend)]), Grid(columns, rows, most=len(rows))],
+    return Sheet.of(
+        "Cache writes",
+        head,
+        Facts([("ops", one.backend)]),
+        Grid(columns, rows, most=len(rows)),
+        tone="bad" if one.findings else "good",
+        name="WriteReport",
     )
 
 
@@ -375,13 +300,7 @@ def release_table(one: "ReleaseTable") -> Sheet:
     if one.not_run:
         lines: list[Row] = [[entry.op, entry.cases, entry.reason] for entry in one.not_run]
         parts.append(Grid(["release and op", "cases", "reason"], lines, "not run"))
-    tone = {0: "good", 3: "warn"}.get(one.exit_code, "bad")
-    return Sheet(
-        kind="ReleaseTable",
-        line=f"<ReleaseTable: {line}>",
-        head=Words(line, tone),  # type: ignore[arg-type]
-        parts=parts,
-    )
+    return Sheet.of("ReleaseTable", line, *parts, tone=_EXIT_CODE.get(one.exit_code, "bad"))
 
 
 # Sheet of an XRay.
@@ -419,12 +338,7 @@ def xray(one: "XRay") -> Sheet:
     parts: list[Part] = [Lines(list(one.sentences)), Facts(_facts(one))]
     if rows:
         parts.append(Grid(columns, rows, "rows with wrong weights", most=8))
-    return Sheet(
-        kind="XRay",
-        line=f"<XRay: {one.status}>",
-        head=Words(one.status, _XRAY_STATUS[one.status]),
-        parts=parts,
-    )
+    return Sheet.of("XRay", one.status, *parts, tone=_XRAY_STATUS[one.status])
 
 
 def _facts(one: "XRay") -> list[tuple[str, str]]:
@@ -474,11 +388,14 @@ def mla_result(one: "MlaResult") -> Sheet:
         ]
         for step in one.steps
     ]
-    return Sheet(
-        kind="MLA",
-        line=f"<MlaResult: {one.case.path}, {one.status}>",
-        head=Words(one.status, _MLA_TONES[one.status]),
-        parts=[Facts(facts), Grid(["step", "kind", "error × bound", "verdict"], rows, "steps")],
+    return Sheet.of(
+        "MLA",
+        one.status,
+        Facts(facts),
+        Grid(["step", "kind", "error × bound", "verdict"], rows, "steps"),
+        tone=_MLA_TONES[one.status],
+        name="MlaResult",
+        line=f"{one.case.path}, {one.status}",
     )
 
 
@@ -506,13 +423,12 @@ def mla_report(one: "MlaReport") -> Sheet:
     tone: Tone = "bad" if one.findings else "good"
     lines = [f"{len(one.unavailable)} cases could not run here"] if one.unavailable else []
     columns = ["path", "case", "result", "error × bound", "cause"]
-    return Sheet(
-        kind="MLA check",
-        line=f"<MlaReport: {head}>",
-        head=Words(head, tone),
-        parts=[
-            Facts([("release", one.release), ("backend", one.backend)]),
-            Grid(columns, rows, most=len(rows)),
-            *([Lines(lines)] if lines else []),
-        ],
+    return Sheet.of(
+        "MLA check",
+        head,
+        Facts([("release", one.release), ("backend", one.backend)]),
+        Grid(columns, rows, most=len(rows)),
+        Lines(lines) if lines else None,
+        tone=tone,
+        name="MlaReport",
     )

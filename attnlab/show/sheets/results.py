@@ -72,12 +72,7 @@ def batch(one: "Batch") -> Sheet:
         f"context; {heads} heads of {one.query.shape[2]}, {heads // kv_heads} per KV head, "
         f"{_dtype(one.query)}"
     )
-    return Sheet(
-        kind="Batch",
-        line=f"<Batch: {text}>",
-        head=text,
-        parts=[lengths_grid(lens.query_lens, lens.ctx_lens), _tensors(one)],
-    )
+    return Sheet.of("Batch", text, lengths_grid(lens.query_lens, lens.ctx_lens), _tensors(one))
 
 
 def lengths_grid(query_lens: Sequence[int], ctx_lens: Sequence[int]) -> Grid:
@@ -94,12 +89,7 @@ def provenance(one: "Provenance") -> Sheet:
     """Return how many slots are written, and by which sequence."""
     written = int((one.seq >= 0).sum())
     text = f"{written} of {one.seq.numel()} slots written, {len(one.block_table)} sequences"
-    return Sheet(
-        kind="Provenance",
-        line=f"<Provenance: {text}>",
-        head=text,
-        parts=[_owners(one), _tensors(one)],
-    )
+    return Sheet.of("Provenance", text, _owners(one), _tensors(one))
 
 
 def cache(one: "PagedCache") -> Sheet:
@@ -117,12 +107,7 @@ def cache(one: "PagedCache") -> Sheet:
             ("memory", f"{size / 1e6:.3g} MB"),
         ]
     )
-    return Sheet(
-        kind="PagedCache",
-        line=f"<PagedCache: {text}>",
-        head=text,
-        parts=[facts, _owners(one.provenance), _tensors(one)],
-    )
+    return Sheet.of("PagedCache", text, facts, _owners(one.provenance), _tensors(one))
 
 
 def _owners(one: "Provenance") -> Grid:
@@ -152,12 +137,7 @@ def call(one: "KernelCall") -> Sheet:
         and not hasattr(getattr(one, field.name), "shape")
         and (field.name not in _RARE or getattr(one, field.name) not in (None, (), ""))
     ]
-    return Sheet(
-        kind="KernelCall",
-        line=f"<KernelCall: {text}>",
-        head=text,
-        parts=[_tensors(one), Facts(scalars)],
-    )
+    return Sheet.of("KernelCall", text, _tensors(one), Facts(scalars))
 
 
 def _scalar(name: str, value: object) -> str:
@@ -283,14 +263,11 @@ def decision(one: "Decision") -> Sheet:
         for term in one.terms
     ]
     columns = ["holds", "term", "value", "required by the ROCm kernel"]
-    return Sheet(
-        kind="Decision",
-        line=f"<Decision: {kernels}>",
-        head=kernels,
-        parts=[
-            *([Grid(columns, rows, most=len(rows))] if rows else []),
-            Lines([*map(Words, one.reasons), Words(one.source, "quiet")]),
-        ],
+    return Sheet.of(
+        "Decision",
+        kernels,
+        Grid(columns, rows, most=len(rows)) if rows else None,
+        Lines([*map(Words, one.reasons), Words(one.source, "quiet")]),
     )
 
 
@@ -299,11 +276,12 @@ def contract(one: "Contract") -> Sheet:
     fields = [f.name for f in dataclasses.fields(one) if f.name not in ("name", "source")]
     terms = {name: getattr(one, name) for name in fields}
     rows = [(name, _term(term)) for name, term in terms.items() if term not in (None, (), {})]
-    return Sheet(
-        kind="Contract",
-        line=f"<Contract: {one.name}, {one.source}>",
-        head=one.name,
-        parts=[Facts(rows), Lines([Words(one.source, "quiet")])],
+    return Sheet.of(
+        "Contract",
+        one.name,
+        Facts(rows),
+        Lines([Words(one.source, "quiet")]),
+        line=f"{one.name}, {one.source}",
     )
 
 
@@ -321,11 +299,12 @@ def violations(found: "Violations") -> Sheet:
     """Return a row for each violation."""
     count = _count(len(found), "violation", "violations")
     kinds = ", ".join(dict.fromkeys(f"{one.effect} {one.kind}" for one in found))
-    return Sheet(
-        kind="Violations",
-        line=f"<Violations: {count}{': ' + kinds if kinds else ''}>",
-        head=Words(count if found else "none", "bad" if is_serious(found) else "good"),
-        parts=[_violation_grid(found)] if found else [],
+    return Sheet.of(
+        "Violations",
+        count if found else "none",
+        _violation_grid(found) if found else None,
+        tone="bad" if is_serious(found) else "good",
+        line=f"{count}{': ' + kinds if kinds else ''}",
     )
 
 
@@ -348,11 +327,13 @@ def _count(number: int, one: str, more: str) -> str:
 def errors(one: "ErrorMap") -> Sheet:
     """Return the number of wrong elements and their errors, in total and for each sequence."""
     count = f"{one.mismatched} of {one.total} elements differ by more than {_allowed(one)}"
-    return Sheet(
-        kind="ErrorMap",
-        line=f"<ErrorMap: {count}, largest {one.greatest_abs.value:.4g}>",
-        head=Words(count, "bad" if one.mismatched else "good"),
-        parts=[Facts(_error_facts(one)), _seq_grid(one)],
+    return Sheet.of(
+        "ErrorMap",
+        count,
+        Facts(_error_facts(one)),
+        _seq_grid(one),
+        tone="bad" if one.mismatched else "good",
+        line=f"{count}, largest {one.greatest_abs.value:.4g}",
     )
 
 
@@ -439,11 +420,13 @@ def result(one: "Result") -> Sheet:
     )
     facts += [(name, [Words(line, tone) for line in lines]) for name, lines, tone in notes if lines]
     outcome = one.verdict if one.errors is None else f"{one.status}: {one.verdict}"
-    return Sheet(
-        kind="Result",
-        line=f"<Result: {outcome}>",
-        head=Words(outcome, STATUS[one.status]),
-        parts=[Facts(facts), *_result_violations(one), *_result_folds(one)],
+    return Sheet.of(
+        "Result",
+        outcome,
+        Facts(facts),
+        *_result_violations(one),
+        *_result_folds(one),
+        tone=STATUS[one.status],
     )
 
 
@@ -495,11 +478,13 @@ def other_run(one: "OtherRun") -> Sheet:
     outcome = "the same bits" if one.is_equal else "other bits"
     if one.error is not None:
         outcome = "rejected"
-    return Sheet(
-        kind="Second run",
-        line=f"<OtherRun: {one.text()}>",
-        head=Words(outcome, "good" if one.is_equal else "warn"),
-        parts=[Lines([one.text()])],
+    return Sheet.of(
+        "Second run",
+        outcome,
+        Lines([one.text()]),
+        tone="good" if one.is_equal else "warn",
+        name="OtherRun",
+        line=one.text(),
     )
 
 
@@ -523,11 +508,12 @@ def stages(table: "StageTable") -> Sheet:
     if (case := table.case) is not None:
         run = f"{case.op}, vLLM {case.release}, backend {case.backend}; {sizes(case)}"
         notes.insert(0, Words(run, "quiet"))
-    return Sheet(
-        kind="Stages",
-        line=f"<StageTable: {count}>",
-        head=count,
-        parts=[Grid(["stage", *platforms], rows, most=len(rows)), Lines(notes)],
+    return Sheet.of(
+        "Stages",
+        count,
+        Grid(["stage", *platforms], rows, most=len(rows)),
+        Lines(notes),
+        name="StageTable",
     )
 
 
@@ -563,7 +549,7 @@ def matrix(table: "MatrixTable") -> Sheet:
     facts.append(("time", f"{table.seconds:.1f} s of all workers together"))
     parts.append(Facts(facts))
     tone: Tone = ("good", "bad", "odd", "warn")[table.exit_code]
-    return Sheet(kind="Matrix", line=f"<Matrix: {head}>", head=Words(head, tone), parts=parts)
+    return Sheet.of("Matrix", head, *parts, tone=tone)
 
 
 def _matrix_tone(status: str) -> Tone:
@@ -609,11 +595,12 @@ def decoded_error(one: "DecodedError") -> Sheet:
     """Return the sequence, the token and the kernel of an assertion's largest difference."""
     place = f"sequence {one.seq}, token {one.token} of {one.query_len} (row {one.row})"
     assumed = f"; platform {one.platform} is assumed" if one.platform_by == "assumed" else ""
-    return Sheet(
-        kind="Decoded error",
-        line=f"<DecodedError: {place}, head {one.head}>",
-        head=place + assumed,
-        parts=[Lines(one.sentences())],
+    return Sheet.of(
+        "Decoded error",
+        place + assumed,
+        Lines(one.sentences()),
+        name="DecodedError",
+        line=f"{place}, head {one.head}",
     )
 
 
@@ -624,13 +611,11 @@ def error_answer(one: "ErrorAnswer") -> Sheet:
         "allclose": "a failed torch.allclose",
         "cache": "a place in the cache",
     }
-    return Sheet(
-        kind="Decoded error",
-        line=f"<ErrorAnswer: {heads[one.kind]}>",
-        head=heads[one.kind],
-        parts=[
-            Lines(one.sentences()),
-            *([] if one.command is None else [Command(one.command, "to see it")]),
-            Facts([("case", describe(one.case))]),
-        ],
+    return Sheet.of(
+        "Decoded error",
+        heads[one.kind],
+        Lines(one.sentences()),
+        *([] if one.command is None else [Command(one.command, "to see it")]),
+        Facts([("case", describe(one.case))]),
+        name="ErrorAnswer",
     )

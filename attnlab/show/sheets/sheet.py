@@ -108,3 +108,25 @@ class Sheet(Shown):
     line: str
     head: Cell
     parts: Sequence[Part] = ()
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        head: Cell,
+        *parts: "Part | None",
+        tone: Tone = "",
+        line: str = "",
+        name: str = "",
+    ) -> "Sheet":
+        """Return a sheet without the parts that are None.
+
+        ``tone``: of the head; ``line``: the noun in one line (default: the head), after its ``name``.
+        """
+        text = line or (head.text if isinstance(head, Words | Link) else str(head))
+        return cls(
+            kind=kind,
+            line=f"<{name or kind}: {text}>",
+            head=Words(head, tone) if isinstance(head, str) and tone else head,
+            parts=[part for part in parts if part is not None],
+        )

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from fault_injection import correct_run, plant
 from helpers.agreement import agrees, modelled, real
 from helpers.agreement import bound as between
 from helpers.bounds import bound
@@ -14,7 +15,6 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
-from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.contracts.contract import TRITON_DECODE, Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations

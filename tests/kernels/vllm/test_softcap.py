@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from fault_injection import correct_run, plant
 from helpers.agreement import agrees, modelled, real
 from helpers.agreement import bound as between
 from helpers.bounds import bound
@@ -13,7 +14,6 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, UNIFIED, WRAPPER
-from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations

@@ -1,1 +1,0 @@
-"""Benchmarks of the lab: its own speed, the interpreter, the emulated device and the diagnosis."""
