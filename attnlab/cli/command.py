@@ -3,16 +3,19 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import check_plugin_file, difference, is_plugin, names_file
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.shown import Shown, json_value
 
 if TYPE_CHECKING:
@@ -130,6 +133,44 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
             bar.update(task, description=step or text, completed=done, total=total)
 
         yield update
+
+
+# What commands write to be sent: a page and a comment.
+
+
+def add_share_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --html and --markdown."""
+    group = parser.add_argument_group("to send")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    group.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write a comment of at most 25 lines"
+    )
+
+
+def check_share_flags(args: argparse.Namespace) -> None:
+    """Raise InvalidCase for a file that cannot be written, before anything runs."""
+    if args.html is not None:
+        check_output_file(args.html, "html", HTML)
+    if args.markdown is not None:
+        check_output_file(args.markdown, "markdown")
+
+
+def is_shared(args: argparse.Namespace) -> bool:
+    """Answer whether there is a page or a comment to write."""
+    return args.html is not None or args.markdown is not None
+
+
+def share(args: argparse.Namespace, noun: Shown, **facts: Any) -> None:
+    """Write the files of --html and --markdown; ``facts`` are those of ``page_of``."""
+    if not is_shared(args):
+        return
+    from attnlab.reports.shared_page import page_of
+
+    page = page_of(noun, shlex.join(["attnlab", *sys.argv[1:]]), **facts)
+    if args.html is not None:
+        page.write(args.html)
+    if args.markdown is not None:
+        write_text(args.markdown, page.markdown())
 
 
 # The Case, the source and the Lab that several commands take from their flags.

@@ -22,6 +22,7 @@ from attnlab.cli import (
     capture,
     catalogue,
     check,
+    demo,
     diagnose,
     env,
     investigate,
@@ -37,6 +38,7 @@ from attnlab.cli import (
 from attnlab.cli.command import Command
 
 COMMANDS: tuple[Command, ...] = (
+    demo.COMMAND,
     run.RUN_COMMAND,
     run.EXPLAIN_COMMAND,
     run.DECODE_ERROR_COMMAND,
