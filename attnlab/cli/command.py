@@ -25,6 +25,47 @@ if TYPE_CHECKING:
     from attnlab.lab.lab import Lab
 
 BAD_INPUT = "2 bad input"
+# The flags that --help shows, the most used first, if a command has more than MOST_FLAGS.
+USED_FLAGS = (
+    *(
+        "--call",
+        "--kernel",
+        "--source",
+        "--backend",
+        "--op",
+        "--test-id",
+        "--query-lens",
+        "--ctx-lens",
+    ),
+    *("--html", "--num-heads", "--platform", "--stage", "--device", "--seconds", "--head-size"),
+)
+MOST_FLAGS = 10
+
+
+class _Help(argparse.Action):
+    """--help, which hides flags that few people use, and --help-all."""
+
+    def __init__(
+        self, option_strings: list[str], dest: str, *, used: tuple[str, ...], **given: Any
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **given)
+        self.used = used
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        flags = [
+            one for one in parser._actions if one.option_strings and not isinstance(one, _Help)
+        ]
+        shown = flags
+        if self.used and len(flags) > MOST_FLAGS + 2:
+            by_name = {name: one for one in flags for name in one.option_strings}
+            shown = [by_name[name] for name in self.used if name in by_name][:MOST_FLAGS]
+        for one in flags:
+            if one not in shown:
+                one.help = argparse.SUPPRESS
+        parser.print_help()
+        if len(shown) < len(flags):
+            print(f"\n{parser.prog} --help-all shows {len(flags) - len(shown)} more flags")
+        parser.exit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +74,8 @@ class Command:
 
     - ``purpose``: one sentence; ``examples``: command lines; ``exit_codes``: all but 2, as
       "0 …; 1 …"; ``arguments``: the positional ones, for the usage line; ``notes``: the end of the help.
-    - ``add_flags`` adds the command's flags; ``run`` runs it and returns the exit code.
+    - ``add_flags`` adds the command's flags; ``run`` runs it and returns the exit code. ``used``: those
+      that --help shows first.
     """
 
     name: str
@@ -44,6 +86,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     arguments: str = ""
     notes: str = ""
+    used: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -61,13 +104,19 @@ class Command:
             description=self.description,
             epilog=self.notes.strip() or None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
         )
-        self.add_flags(parser)
+        used = ("--json", *self.used, *USED_FLAGS)
+        parser.add_argument(
+            "-h", "--help", action=_Help, used=used, help="show the flags that people use"
+        )
+        parser.add_argument("--help-all", action=_Help, used=(), help="show every flag")
         parser.add_argument(
             "--json",
             action="store_true",
             help="print one JSON document on standard output instead of text",
         )
+        self.add_flags(parser)
         parser.set_defaults(command=self.run)
 
 

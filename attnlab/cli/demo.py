@@ -109,7 +109,7 @@ def _again(call_file: Path, spec: str) -> str:
 _NEXT = """
 4. the page to send: {page} ({seconds:.0f} s in all)
 
-Next, with your own kernel: a function of tensors, by vLLM's names (query, key_cache, value_cache, block_table,
+Next, your own kernel: a function of tensors, by vLLM's names (query, key_cache, value_cache, block_table,
 seq_lens, query_start_loc, sm_scale), that returns the output.
   attnlab check mine.py:my_attention      run it over hostile cases
   attnlab diagnose --call CALL --kernel mine.py:my_attention --html page.html

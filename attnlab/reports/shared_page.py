@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 _CONTEXT = 4  # lines of the source before and after the faulty one
 _MOST_LINES = 25  # of a comment
 _MOST_EVIDENCE = 8  # sentences of a comment
+_EXCLUDED = {
+    "excluded by value": "{} would give other numbers at the wrong places",
+    "excluded by place": "{} would make other rows wrong",
+    "excluded by inputs": "{}: the tensors at hand, or the run, contradict it",
+    "excluded by run": "{}: the run contradicts it",
+    "excluded by rerun": "{}: further runs contradict it",
+}
 _CELL, _GAP = 16, 2  # pixels of a picture
 _MOST_ROWS, _MOST_COLUMNS = 48, 64  # of a picture; rows without a finding are left out first
 
@@ -131,8 +138,12 @@ def _of_diagnosis(
 ) -> SharedPage:
     """Return the page of a diagnosis: its cause, the evidence, and the candidates that are excluded."""
     cause, *evidence = one.sentences()
-    counts = {name: n for name, n in one.counts().items() if name.startswith("excluded")}
-    excluded = [f"{n} known faults are {name}" for name, n in counts.items()]
+    counts = one.counts()
+    excluded = [
+        text.format(f"{counts[name]} known {'fault' if counts[name] == 1 else 'faults'}")
+        for name, text in _EXCLUDED.items()
+        if name in counts
+    ]
     if one.repair is not None and one.location is not None:
         excluded.append(
             f"{one.location.tried} edits of the source were tried; the line that is named is the one "
