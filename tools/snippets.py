@@ -137,6 +137,9 @@ RULES = (
     Rule(
         pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
     ),
+    Rule(pattern=r"fetch --ops 0", reason="downloads 1 MB; the commands after it use it"),
+    Rule(pattern=r"^attnlab demo", reason="", added="", marker="slow"),
+    Rule(pattern=r"diagnose --no-location --source", reason="", added="", marker="releases"),
     Rule(pattern=r"^attnlab matrix --platform", reason="", added="", marker="slow"),
     Rule(pattern=r"^attnlab (bench|claims)( --json)?$", reason="", added="", marker="slow"),
     Rule(pattern=r"bench diagnose", reason="100 trials take minutes", added="--trials 1"),

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,11 +215,23 @@ def share(args: argparse.Namespace, noun: Shown, **facts: Any) -> None:
         return
     from attnlab.reports.shared_page import page_of
 
-    page = page_of(noun, shlex.join(["attnlab", *sys.argv[1:]]), **facts)
+    page = page_of(noun, _without_files(sys.argv[1:]), **facts)
     if args.html is not None:
         page.write(args.html)
     if args.markdown is not None:
         write_text(args.markdown, page.markdown())
+
+
+def _without_files(argv: Sequence[str]) -> str:
+    """Return a command line without --html and --markdown."""
+    words, kept = iter(argv), ["attnlab"]
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in ("--html", "--markdown"):
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return shlex.join(kept)
 
 
 # The Case, the source and the Lab that several commands take from their flags.
@@ -261,14 +273,17 @@ def case_with_runner(args: argparse.Namespace) -> Case:
             raise InvalidCase("kernel and backend must not both be given", field="kernel")
         is_origin = args.call is not None and args.kernel == "origin"
         args.field_backend = None if is_origin else args.kernel
-    if args.call is not None and args.source is not None and args.field_backend is None:
-        args.field_backend = "vllm"
     return case_with_source(args)
 
 
 def case_with_source(args: argparse.Namespace) -> Case:
-    """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
+    """Return the Case of the flags; --source alone selects backend vllm.
+
+    Raises InvalidCase if --source is given but not used.
+    """
     case = case_of_flags(args)
+    if args.source is not None and args.field_backend is None and case.backend == "model":
+        case = case.replace(backend="vllm")
     if args.source is not None and case.backend not in ("vllm", "rocm", "cuda"):
         raise InvalidCase(
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
