@@ -13,7 +13,7 @@ from attnlab.cli.command import Command, print_json, progress, show
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
 
-KERNEL = Path(__file__).parents[1] / "reports" / "templates" / "paged_attention.py"
+KERNEL = Path(__file__).parents[1] / "reports" / "templates" / "paged_attention.py.j2"
 RIGHT, WRONG = "head // num_queries_per_kv", "head % num_queries_per_kv"
 # Small, and with KV heads that the fault exchanges.
 _CASE: dict[str, Any] = {
@@ -43,7 +43,7 @@ def plant(folder: Path) -> tuple[Path, int]:
     text = KERNEL.read_text(encoding="utf-8")
     if text.count(RIGHT) != 1:
         raise AttnLabError(f"{KERNEL.name} must have {RIGHT!r} once")
-    path = folder / KERNEL.name
+    path = folder / KERNEL.stem
     write_text(path, text.replace(RIGHT, WRONG))
     return path, text[: text.index(RIGHT)].count("\n") + 1
 

@@ -11,6 +11,7 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Number, refuse
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
+from attnlab.cli import command
 from attnlab.cli.command import Command, notice, print_json, progress, show
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser)
+    command.add_share_flags(parser)
     group = parser.add_argument_group("what is asked")
     group.add_argument(
         "--probe",
@@ -123,6 +125,7 @@ def _targets(args: argparse.Namespace) -> "list[Runner]":
 
 
 def _probe(args: argparse.Namespace) -> int:
+    command.check_share_flags(args)
     targets = _targets(args)
     if len(targets) > 1:
         raise InvalidCase("probe must be given with one source or backend", field="probe")
@@ -138,6 +141,7 @@ def _probe(args: argparse.Namespace) -> int:
             given,
             on_variation=lambda name, done: on_step(f"probing, run {done + 1}: {name}"),
         )
+    command.share(args, found)
     if args.json:
         print_json(found.to_dict())
     else:
@@ -146,6 +150,7 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _replay_replay(args: argparse.Namespace) -> int:
+    command.check_share_flags(args)
     targets = _targets(args)
     call, case, given = read_given(args)
 
@@ -160,6 +165,7 @@ def _replay_replay(args: argparse.Namespace) -> int:
             name=str(args.call),
             on_target=lambda name, done, total: on_step(f"replaying on {name}", done, total),
         )
+    command.share(args, found)
     if args.json:
         print_json({**found.to_dict(), "exit_code": found.exit_code})
     else:
@@ -191,6 +197,7 @@ REPLAY_COMMAND = Command(
 
 def _add_shrink_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser, several=False)
+    command.add_share_flags(parser)
     group = parser.add_argument_group("the result")
     group.add_argument(
         "--out",
@@ -212,6 +219,7 @@ def _shrink(args: argparse.Namespace) -> int:
     if out.suffix == ".py":
         refuse("out", "a file that does not end with .py, which is the script's name", str(out))
     check_output_file(out, "out")
+    command.check_share_flags(args)
     call, case, given = read_given(args)
 
     from attnlab.kernels.runner import one_backend
@@ -227,6 +235,9 @@ def _shrink(args: argparse.Namespace) -> int:
             on_try=lambda step, tries: on_step(f"shrinking, run {tries + 1}: {step}"),
         )
     files, why = _write(found, out, backend, judge.case) if found.is_failing else ([], "")
+    scripts = [Path(file) for file in files if file.endswith(".py")]
+    texts = [(f"{one}, which needs torch, Triton and vLLM", one.read_text()) for one in scripts]
+    command.share(args, found, script=texts[0] if texts else None)
     if args.json:
         print_json({**found.to_dict(), "files": files, "no_script": why})
     else:

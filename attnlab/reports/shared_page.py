@@ -113,9 +113,14 @@ def page_of(
     *,
     result: "Result | None" = None,
     pictures: Sequence[Picture] = (),
+    line: tuple[str, int] | None = None,
     script: tuple[str, str] | None = None,
 ) -> SharedPage:
-    """Return the page of a noun; ``result``: a run whose errors and reads are drawn."""
+    """Return the page of a noun.
+
+    ``result``: a run whose errors and reads are drawn; ``line``: the file and the number of the faulty line;
+    ``script``: the title and the text of a reproduction.
+    """
     sheet = sheet_of(noun)
     head = sheet.head.text if isinstance(sheet.head, Words) else str(sheet.head)
     texts = [part for part in sheet.parts if isinstance(part, Lines)]
@@ -125,8 +130,16 @@ def page_of(
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
     cause, evidence = (lines[0], lines[1:]) if lines else (head, [])
-    cause = cause if cause.startswith(head) or not lines else f"{head}: {cause}"
-    return SharedPage(cause=cause, evidence=tuple(evidence), pictures=drawn, **common)  # type: ignore[arg-type]
+    if lines and not cause.startswith(head):
+        cause = f"{head}: {cause}"
+    source = None if line is None else excerpt(*line)
+    return SharedPage(
+        cause=cause,
+        evidence=tuple(evidence),
+        pictures=drawn,
+        source=source,
+        **common,  # type: ignore[arg-type]
+    )
 
 
 def _text_of(cell: object) -> str:
