@@ -20,7 +20,7 @@ from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
 from attnlab.reports.pages import render_page
 from attnlab.show.notebook import versions
 from attnlab.show.sheets import html, sheet_of
-from attnlab.show.sheets.sheet import Lines, Words
+from attnlab.show.sheets.sheet import Bar, Facts, Grid, Hidden, Lines, Link, Part, Value, Words
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -124,14 +124,12 @@ def page_of(
     sheet = sheet_of(noun)
     head = sheet.head.text if isinstance(sheet.head, Words) else str(sheet.head)
     texts = [part for part in sheet.parts if isinstance(part, Lines)]
-    lines = [_text_of(cell) for part in texts for cell in part.lines]
+    lines = [_text_of(cell) for part in texts for cell in part.lines] or _of_tables(sheet.parts)
     drawn = (*pictures, *(() if result is None else pictures_of(result)))
     common = {"kind": sheet.kind, "command": command, "sheet": html(noun), "script": script}
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
-    cause, evidence = (lines[0], lines[1:]) if lines else (head, [])
-    if lines and not cause.startswith(head):
-        cause = f"{head}: {cause}"
+    cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
     source = None if line is None else excerpt(*line)
     return SharedPage(
         cause=cause,
@@ -142,8 +140,28 @@ def page_of(
     )
 
 
-def _text_of(cell: object) -> str:
-    return cell.text if isinstance(cell, Words) else str(cell)
+def _of_tables(parts: Sequence[Part]) -> list[str]:
+    """Return the facts and the first rows of the tables of a sheet without sentences."""
+    found = []
+    for part in parts:
+        if isinstance(part, Facts):
+            found += [f"{name}: {_text_of(value)}" for name, value in part.rows]
+        elif isinstance(part, Grid):
+            for row in part.rows[:_MOST_EVIDENCE]:
+                cells = zip(part.columns, map(_text_of, row), strict=True)
+                found.append("; ".join(f"{name} {text}" for name, text in cells if text))
+    return found
+
+
+def _text_of(value: Value) -> str:
+    """Return a cell, or several, as text; a bar has its label."""
+    if isinstance(value, Words | Link):
+        return value.text
+    if isinstance(value, Bar):
+        return value.label
+    if isinstance(value, Hidden):
+        return value.summary
+    return str(value) if isinstance(value, str | int) else ", ".join(map(_text_of, value))
 
 
 def _of_diagnosis(
@@ -221,8 +239,8 @@ def error_picture(errors: "ErrorMap") -> Picture:
         f"{of_rows} of {wrong.shape[0]} rows and {of_heads} of {wrong.shape[1]} heads are wrong"
         f"{_left_out(len(rows), wrong.shape[0], 'rows')}"
     )
-    legend = (("wrong", "wrong beyond rounding"), ("right", "right"))
-    return Picture(title=title, svg=_grid(labels, cells, "head"), legend=legend)
+    names = {"wrong": "wrong beyond rounding", "right": "right", "idle": "did not run"}
+    return Picture(title=title, svg=_grid(labels, cells, "head"), legend=_legend(names, cells))
 
 
 def slot_picture(found: SlotMap) -> Picture:
@@ -244,8 +262,8 @@ def slot_picture(found: SlotMap) -> Picture:
         if count
         else "every slot that was read holds a token of the sequence it was read for"
     )
-    marked = (("wrong", "read, and not a token of the reader"),) if count else ()
-    legend = (*marked, ("read", "read"), ("right", "not read"), ("idle", "empty"))
+    names = {"wrong": "read, and not a token of the reader", "read": "read", "right": "not read"}
+    legend = _legend({**names, "idle": "empty"}, cells)
     title = f"{what}{_left_out(len(kept), len(used), 'blocks')}"
     return Picture(title=title, svg=_grid(labels, cells, "slot"), legend=legend)
 
@@ -265,6 +283,14 @@ def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> 
     state = STATES[int(found.states[block, slot])]
     text = f"{place}, read for sequence {int(found.reader_seq[block, slot])}: {state}"
     return ("wrong" if bool(strange[block, slot]) else "read"), text
+
+
+def _legend(
+    names: dict[str, str], cells: Sequence[Sequence[tuple[str, str]]]
+) -> tuple[tuple[str, str], ...]:
+    """Return the classes that occur, with their texts."""
+    found = {name for line in cells for name, _ in line}
+    return tuple((name, text) for name, text in names.items() if name in found)
 
 
 def _shown(is_wrong: Sequence[bool], most: int) -> list[int]:
