@@ -179,7 +179,7 @@ RULES = (
     ),
     Rule(pattern=r"^attnlab releases", reason="", added=ONE_CASE),
     Rule(
-        pattern=r"^attnlab (replay|shrink|mla --hostile|xray --call).*--source",
+        pattern=r"^attnlab (replay|shrink|mla --hostile|xray --call).*--(source|releases)",
         reason="",
         added="",
         marker="releases",

@@ -13,6 +13,7 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
 from attnlab.cli import command
 from attnlab.cli.command import Command, notice, print_json, progress, show
+from attnlab.cli.releases import ops_of_releases
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -114,6 +115,11 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="corruption or another order of sums? Run the call with variations on one source or backend",
     )
+    group.add_argument(
+        "--releases",
+        metavar="FIRST..LAST",
+        help="which release broke it? Run the call on each of these releases, whose ops are downloaded",
+    )
 
 
 def _targets(args: argparse.Namespace) -> "list[Runner]":
@@ -121,6 +127,8 @@ def _targets(args: argparse.Namespace) -> "list[Runner]":
     from attnlab.kernels.runner import runners
 
     check_input_path(args.call)
+    if args.releases is not None:
+        args.source = [*args.source, *ops_of_releases(args.releases)]
     return runners(args.source, args.backend, args.device)
 
 
@@ -167,9 +175,13 @@ def _replay_replay(args: argparse.Namespace) -> int:
         )
     command.share(args, found)
     if args.json:
-        print_json({**found.to_dict(), "exit_code": found.exit_code})
+        first = found.first_bad
+        bad = None if first is None else first.target
+        print_json({**found.to_dict(), "exit_code": found.exit_code, "first_bad": bad})
     else:
         show(found)
+        if args.releases is not None:
+            print(found.first_bad_sentence())
     return found.exit_code
 
 
@@ -181,6 +193,7 @@ REPLAY_COMMAND = Command(
         "attnlab replay call.safetensors --source 0.11.2 --source 0.33.0",
         "attnlab replay call.safetensors --source vllm-0.33.0.whl --backend mine.py:my_attention",
         "attnlab replay call.safetensors --source 0.33.0 --probe",
+        "attnlab replay call.safetensors --releases 0.31.0..0.33.0",
         "git bisect run attnlab replay call.safetensors --source .",
     ),
     exit_codes="0 every replay matches; 1 one mismatches, rejects the call or is not\n"

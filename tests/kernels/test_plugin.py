@@ -197,6 +197,15 @@ def test_a_file_without_a_kernel(tmp_path, text):
         planted(tmp_path, text)
 
 
+def test_a_file_can_import_its_neighbours(tmp_path):
+    """When it is loaded, and when it is called."""
+    (tmp_path / "neighbour_of_mine.py").write_text("from later_neighbour import f\n")
+    (tmp_path / "later_neighbour.py").write_text("f = 1\n")
+    file = tmp_path / "mine.py"
+    file.write_text("def f(call):\n    import neighbour_of_mine\n    call.output.zero_()\n")
+    assert attnlab.run(attnlab.Case(**SMALL), backend=f"{file}:f").status == "mismatch"
+
+
 def test_an_entry_point(monkeypatch, tmp_path):
     """A package in the group attnlab.kernels names its function; the module may use relative imports."""
     package = tmp_path / "installed_kernels"
