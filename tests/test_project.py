@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-MAX_README_LINES = 150
+MAX_README_LINES = 120
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -1,9 +1,14 @@
 """Draw the pictures of the documentation.
 
-- docs/failure.png, of the README: the failing stage and the table of stages.
+- docs/find.png, of the README: a live fault of vLLM 0.33.0, as its page shows it. It needs Chromium, and the
+  ops of the release (``attnlab fetch --ops 0.33.0``).
+- docs/failure.png: the failing stage and the table of stages of vLLM #28490.
 - docs/xray.png: the weights of a kernel whose causal mask admits one key too many.
 """
 
+import dataclasses
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,10 +25,58 @@ ROOT = Path(__file__).parent.parent
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
 
 
+FIND = {
+    "op": "unified_attention",
+    "num_heads": 2,
+    "head_size": 32,
+    "block_size": 16,
+    "sliding_window": 3,
+    "mask": "bidirectional",
+    "query_lens": (6, 3),
+    "ctx_lens": (10, 20),
+    "distribution": "normal",
+    "stage": "sound",
+    "backend": "vllm",
+}
+
+
 def main() -> None:
-    """Draw the pictures."""
-    draw_xray()
-    draw_failure()
+    """Draw the pictures that the arguments name, or all."""
+    draw = {"xray": draw_xray, "failure": draw_failure, "find": draw_find}
+    for name in sys.argv[1:] or draw:
+        draw[name]()
+
+
+def draw_find() -> None:
+    """Diagnose a fault of vLLM 0.33.0 and take a picture of the first half of its page.
+
+    Of vLLM's source, the picture has the faulty line alone.
+    """
+    from playwright.sync_api import sync_playwright
+
+    from attnlab.diagnosis.diagnose import diagnose
+    from attnlab.kernels.vllm.source import fetch_ops
+    from attnlab.reports.shared_page import page_of
+
+    lab, case = Lab(source=fetch_ops("0.33.0"), device="cpu"), Case(**FIND)
+    found = diagnose(case, lab=lab)
+    page = page_of(found, "", result=lab.run(case.replace(trace_reads=True)))
+    assert page.source is not None
+    line = page.source.lines[page.source.line - page.source.first].strip()
+    alone = dataclasses.replace(page.source, first=page.source.line, lines=(line,))
+    cause = f"vLLM 0.33.0, {case.op}: {page.cause}"
+    page = dataclasses.replace(page, source=alone, cause=cause)
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page.write(file := Path(folder) / "find.html")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": 920, "height": 900}, device_scale_factor=1.5)
+        view.goto(file.as_uri())
+        bottom = view.locator("figure").last.bounding_box()
+        height = bottom["y"] + bottom["height"]
+        clip = {"x": 0, "y": 0, "width": 920, "height": height}
+        view.screenshot(path=ROOT / "docs" / "find.png", clip=clip, full_page=True)
+        browser.close()
 
 
 def draw_xray() -> None:

@@ -137,6 +137,9 @@ RULES = (
     Rule(
         pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
     ),
+    Rule(pattern=r"fetch --ops 0", reason="downloads 1 MB; the commands after it use it"),
+    Rule(pattern=r"^attnlab demo", reason="", added="", marker="slow"),
+    Rule(pattern=r"diagnose --no-location --source", reason="", added="", marker="releases"),
     Rule(pattern=r"^attnlab matrix --platform", reason="", added="", marker="slow"),
     Rule(pattern=r"^attnlab claims( --json)?$", reason="", added="", marker="slow"),
     Rule(
@@ -174,7 +177,7 @@ RULES = (
     ),
     Rule(pattern=r"^attnlab releases", reason="", added=ONE_CASE),
     Rule(
-        pattern=r"^attnlab (replay|shrink|mla --hostile|xray --call).*--source",
+        pattern=r"^attnlab (replay|shrink|mla --hostile|xray --call).*--(source|releases)",
         reason="",
         added="",
         marker="releases",

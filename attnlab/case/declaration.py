@@ -40,8 +40,11 @@ CACHE_WRITES = ("scaled", "numeric")
 REFERENCE_DTYPES = ("float32", "float64")
 
 # Each declares a field of its group: default, type, help text.
-_test, _lengths = group("the test's parameters"), group("lengths")
-_stage, _platform = group("the stage"), group("the platform")
+_test, _lengths = group("attention"), group("lengths")
+_stage = group(
+    "only for vLLM's test_prefix_prefill: its stages, and lengths that are drawn as in it"
+)
+_platform = group("the platform")
 _backend, _cache = group("the kernels"), group("the cache")
 _data = group("data and comparison")
 
@@ -129,14 +132,14 @@ class CaseFields(Shown):
         "number of context tokens per sequence, those before the new tokens",
     )
     seed: int = _lengths(0, Int(0), "seed of drawn lengths, of the data and of the block table")
-    num_seqs: int = _lengths(10, Int(1, 65536), "number of sequences to draw")
-    draw_max_query_len: int = _lengths(
+    num_seqs: int = _stage(10, Int(1, 65536), "number of sequences to draw")
+    draw_max_query_len: int = _stage(
         1024, Int(1), "upper limit of drawn query lengths (the test's MAX_SEQ_LEN)"
     )
-    draw_max_ctx_len: int = _lengths(
+    draw_max_ctx_len: int = _stage(
         1024, Int(1), "upper limit of drawn context lengths (the test's MAX_CTX_LEN)"
     )
-    force_decode: bool = _lengths(True, Flag(), "set the last drawn query length to 1, a decode")
+    force_decode: bool = _stage(True, Flag(), "set the last drawn query length to 1, a decode")
     max_query_len: int | None = _lengths(
         None, Maybe(Int(1), "as the test passes it"), "value of the op's argument max_query_len"
     )

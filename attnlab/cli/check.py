@@ -11,6 +11,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import flag
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
+from attnlab.cli import command
 from attnlab.cli.command import Command, notice, notice_rules, progress
 from attnlab.cli.sharded import (
     CHECK_CODES,
@@ -53,6 +54,7 @@ _DOCUMENT = """\
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    command.add_share_flags(parser)
     library = parser.add_argument_group("what to check (default: the models of --release)")
     library.add_argument(
         "kernel",
@@ -164,6 +166,7 @@ def _run(args: argparse.Namespace) -> int:
     if interrupt():
         notice("interrupted; the report has what ran")
     write_ci_files(args, report)
+    command.share(args, report)
     page = None if interrupt() else _draw(args, report)
     print_report(report, args.json, page)
     return interrupt.exit_code or report.exit_code
@@ -194,6 +197,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     from attnlab.checker.check import check_library_flags
     from attnlab.checker.finding import read_known
 
+    command.check_share_flags(args)
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
     if args.report is not None and (args.csrc or not (args.source or args.installed)):

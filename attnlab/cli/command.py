@@ -3,16 +3,19 @@
 import argparse
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import check_plugin_file, difference, is_plugin, names_file
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.shown import Shown, json_value
 
 if TYPE_CHECKING:
@@ -22,6 +25,47 @@ if TYPE_CHECKING:
     from attnlab.lab.lab import Lab
 
 BAD_INPUT = "2 bad input"
+# The flags that --help shows, the most used first, if a command has more than MOST_FLAGS.
+USED_FLAGS = (
+    *(
+        "--call",
+        "--kernel",
+        "--source",
+        "--backend",
+        "--op",
+        "--test-id",
+        "--query-lens",
+        "--ctx-lens",
+    ),
+    *("--html", "--num-heads", "--platform", "--stage", "--device", "--seconds", "--head-size"),
+)
+MOST_FLAGS = 10
+
+
+class _Help(argparse.Action):
+    """--help, which hides flags that few people use, and --help-all."""
+
+    def __init__(
+        self, option_strings: list[str], dest: str, *, used: tuple[str, ...], **given: Any
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **given)
+        self.used = used
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        flags = [
+            one for one in parser._actions if one.option_strings and not isinstance(one, _Help)
+        ]
+        shown = flags
+        if self.used and len(flags) > MOST_FLAGS + 2:
+            by_name = {name: one for one in flags for name in one.option_strings}
+            shown = [by_name[name] for name in self.used if name in by_name][:MOST_FLAGS]
+        for one in flags:
+            if one not in shown:
+                one.help = argparse.SUPPRESS
+        parser.print_help()
+        if len(shown) < len(flags):
+            print(f"\n{parser.prog} --help-all shows {len(flags) - len(shown)} more flags")
+        parser.exit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +74,8 @@ class Command:
 
     - ``purpose``: one sentence; ``examples``: command lines; ``exit_codes``: all but 2, as
       "0 …; 1 …"; ``arguments``: the positional ones, for the usage line; ``notes``: the end of the help.
-    - ``add_flags`` adds the command's flags; ``run`` runs it and returns the exit code.
+    - ``add_flags`` adds the command's flags; ``run`` runs it and returns the exit code. ``used``: those
+      that --help shows first.
     """
 
     name: str
@@ -41,6 +86,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     arguments: str = ""
     notes: str = ""
+    used: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -58,13 +104,19 @@ class Command:
             description=self.description,
             epilog=self.notes.strip() or None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
         )
-        self.add_flags(parser)
+        used = ("--json", *self.used, *USED_FLAGS)
+        parser.add_argument(
+            "-h", "--help", action=_Help, used=used, help="show the flags that people use"
+        )
+        parser.add_argument("--help-all", action=_Help, used=(), help="show every flag")
         parser.add_argument(
             "--json",
             action="store_true",
             help="print one JSON document on standard output instead of text",
         )
+        self.add_flags(parser)
         parser.set_defaults(command=self.run)
 
 
@@ -145,6 +197,56 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         yield update
 
 
+# What commands write to be sent: a page and a comment.
+
+
+def add_share_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --html and --markdown."""
+    group = parser.add_argument_group("to send")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    group.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write a comment of at most 25 lines"
+    )
+
+
+def check_share_flags(args: argparse.Namespace) -> None:
+    """Raise InvalidCase for a file that cannot be written, before anything runs."""
+    if args.html is not None:
+        check_output_file(args.html, "html", HTML)
+    if args.markdown is not None:
+        check_output_file(args.markdown, "markdown")
+
+
+def is_shared(args: argparse.Namespace) -> bool:
+    """Answer whether there is a page or a comment to write."""
+    return args.html is not None or args.markdown is not None
+
+
+def share(args: argparse.Namespace, noun: Shown, **facts: Any) -> None:
+    """Write the files of --html and --markdown; ``facts`` are those of ``page_of``."""
+    if not is_shared(args):
+        return
+    from attnlab.reports.shared_page import page_of
+
+    page = page_of(noun, _without_files(sys.argv[1:]), **facts)
+    if args.html is not None:
+        page.write(args.html)
+    if args.markdown is not None:
+        write_text(args.markdown, page.markdown())
+
+
+def _without_files(argv: Sequence[str]) -> str:
+    """Return a command line without --html and --markdown."""
+    words, kept = iter(argv), ["attnlab"]
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in ("--html", "--markdown"):
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return shlex.join(kept)
+
+
 # The Case, the source and the Lab that several commands take from their flags.
 
 
@@ -184,14 +286,17 @@ def case_with_runner(args: argparse.Namespace) -> Case:
             raise InvalidCase("kernel and backend must not both be given", field="kernel")
         is_origin = args.call is not None and args.kernel == "origin"
         args.field_backend = None if is_origin else args.kernel
-    if args.call is not None and args.source is not None and args.field_backend is None:
-        args.field_backend = "vllm"
     return case_with_source(args)
 
 
 def case_with_source(args: argparse.Namespace) -> Case:
-    """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
+    """Return the Case of the flags; --source alone selects backend vllm.
+
+    Raises InvalidCase if --source is given but not used.
+    """
     case = case_of_flags(args)
+    if args.source is not None and args.field_backend is None and case.backend == "model":
+        case = case.replace(backend="vllm")
     if args.source is not None and case.backend not in ("vllm", "rocm", "cuda"):
         raise InvalidCase(
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",

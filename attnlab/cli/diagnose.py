@@ -1,7 +1,7 @@
 """The command ``attnlab diagnose``."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from attnlab.lab.products import check_memory
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.kernels.backend import Backend
+    from attnlab.lab.result import Result
+    from attnlab.tensors.call import KernelCall
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not look for the source lines of a fault, which takes up to half a minute",
     )
+    command.add_share_flags(parser)
     command.add_flags(parser)
 
 
@@ -56,8 +59,11 @@ def _given(args: argparse.Namespace) -> list[str]:
 
 def _of_call(
     case: Case, args: argparse.Namespace, op: str | None, on_step: Callable[..., None] | None
-) -> "Diagnosis":
-    """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
+) -> "tuple[Diagnosis, Callable[[], Result | None]]":
+    """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op.
+
+    Also returns the function that runs the call once more, for a picture.
+    """
     from attnlab.diagnosis.captured import diagnose_captured
     from attnlab.diagnosis.location.trials import FULL
     from attnlab.kernels.run_call import backend_of_origin
@@ -70,7 +76,7 @@ def _of_call(
         runner: Backend | None = backend_of_origin(call, args.device)
     else:
         runner = one_backend(args.source, args.field_backend, args.device)
-    return diagnose_captured(
+    found = diagnose_captured(
         call,
         case,
         given=_given(args),
@@ -78,10 +84,46 @@ def _of_call(
         limit=None if args.no_location else FULL,
         on_step=on_step,
     )
+    return found, lambda: traced_run(call, case, _given(args), runner)
+
+
+def traced_run(
+    call: "KernelCall", case: Case, given: Sequence[str], runner: "Backend | None"
+) -> "Result | None":
+    """Run a call on its kernel with its reads traced; None without a kernel or a Case for the call."""
+    from attnlab.case.errors import AttnLabError
+    from attnlab.diagnosis.captured import where_it_ran
+    from attnlab.kernels.run_call import for_call
+    from attnlab.lab.call_lab import call_lab
+
+    if runner is None:
+        return None
+    runner = for_call(call, runner)
+    ran = where_it_ran(call, case, given).case
+    ran = ran if "release" in given else ran.replace(release=runner.release)
+    try:
+        lab = call_lab(call.cpu(), ran, runner)
+        return lab.run(lab.case.replace(trace_reads=runner.traces_reads))
+    except AttnLabError:
+        return None
+
+
+def _of_case(
+    case: Case, args: argparse.Namespace, on_step: Callable[..., None]
+) -> "tuple[Diagnosis, Callable[[], Result | None]]":
+    """Diagnose the Case of the flags or its output in a file, and return the function that runs it again."""
+    from attnlab.diagnosis.captured import diagnose_file
+
+    lab = command.lab_of(args, on_step)
+    found = diagnose_file(case, lab, args.output_file, locate=not args.no_location)
+    is_run = args.output_file is None and found.status != "rejected"
+    traces = lab.backend(case).traces_reads
+    return found, lambda: lab.run(case.replace(trace_reads=traces)) if is_run else None
 
 
 def _run(args: argparse.Namespace) -> int:
     op = args.field_op
+    command.check_share_flags(args)
     case = command.case_with_runner(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
@@ -94,14 +136,13 @@ def _run(args: argparse.Namespace) -> int:
     else:
         check_memory(case)
 
-    from attnlab.diagnosis.captured import diagnose_file
-
     with progress("diagnosing") as on_step:
         if args.call is not None:
-            diagnosis = _of_call(case, args, op, on_step)
+            diagnosis, run_again = _of_call(case, args, op, on_step)
         else:
-            lab = command.lab_of(args, on_step)
-            diagnosis = diagnose_file(case, lab, args.output_file, locate=not args.no_location)
+            diagnosis, run_again = _of_case(case, args, on_step)
+        if command.is_shared(args):
+            command.share(args, diagnosis, result=run_again())
     if args.json:
         print_json(diagnosis.to_dict())
     else:

@@ -21,6 +21,7 @@ from attnlab.cli import (
     capture,
     catalogue,
     check,
+    demo,
     diagnose,
     env,
     investigate,
@@ -35,32 +36,65 @@ from attnlab.cli import (
 )
 from attnlab.cli.command import Command
 
-COMMANDS: tuple[Command, ...] = (
-    run.RUN_COMMAND,
-    run.EXPLAIN_COMMAND,
-    run.DECODE_ERROR_COMMAND,
-    matrix.COMMAND,
-    diagnose.COMMAND,
-    xray.COMMAND,
-    mla.MLA_COMMAND,
-    mla.WRITES_COMMAND,
-    replay.REPLAY_COMMAND,
-    replay.SHRINK_COMMAND,
-    power.COMMAND,
-    check.COMMAND,
-    capture.COMMAND,
-    releases.COMMAND,
-    merge.COMMAND,
-    investigate.CLAIMS_COMMAND,
-    investigate.INVESTIGATE_COMMAND,
-    env.FETCH_COMMAND,
-    catalogue.DEFECTS_COMMAND,
-    catalogue.STAGES_COMMAND,
-    catalogue.PLATFORMS_COMMAND,
-    env.ENV_COMMAND,
+# What the user holds, and the commands for it; the first ones are in the text of a bare "attnlab".
+GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
+    ("nothing yet", (demo.COMMAND,)),
+    (
+        "a failing test",
+        (run.DECODE_ERROR_COMMAND, run.EXPLAIN_COMMAND, matrix.COMMAND, power.COMMAND),
+    ),
+    ("a call", (diagnose.COMMAND, replay.REPLAY_COMMAND, replay.SHRINK_COMMAND, xray.COMMAND)),
+    ("a kernel or a library", (check.COMMAND, releases.COMMAND, merge.COMMAND)),
+    ("a server", (capture.COMMAND,)),
+    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.WRITES_COMMAND)),
+    ("this investigation", (investigate.INVESTIGATE_COMMAND, investigate.CLAIMS_COMMAND)),
+    (
+        "another question",
+        (
+            env.FETCH_COMMAND,
+            env.ENV_COMMAND,
+            catalogue.DEFECTS_COMMAND,
+            catalogue.STAGES_COMMAND,
+            catalogue.PLATFORMS_COMMAND,
+        ),
+    ),
 )
+COMMANDS: tuple[Command, ...] = tuple(command for _, group in GROUPS for command in group)
+# What is no command: its text, by group.
+_OTHER = {"a failing test": {"pytest --attnlab": "run the test; its section says why it fails"}}
 
 
+class _Main(Parser):
+    """The parser of all commands, whose help is grouped by what the user holds."""
+
+    def format_help(self) -> str:
+        """Return every command with its purpose."""
+        parts = [f"usage: attnlab COMMAND [OPTIONS]\n\n{self.description}"]
+        for title, group in GROUPS:
+            shown = [
+                (one, "run the test with it; its section says why it fails")
+                for one in _OTHER.get(title, ())
+            ]
+            shown += [(one.name, _purpose(one)) for one in group if one in COMMANDS]
+            parts.append("\n".join([f"{title}:", *(f"  {name:<17}{text}" for name, text in shown)]))
+        return "\n\n".join(parts) + f"\n\n{self.epilog}\n"
+
+
+def _purpose(command: Command) -> str:
+    return command.purpose[0].lower() + command.purpose[1:].rstrip(".")
+
+
+def overview() -> str:
+    """Return what a bare ``attnlab`` prints: the names of the commands by what the user holds."""
+    rows = [
+        f"  {title:<23}{'  '.join([*_OTHER.get(title, ()), *(one.name for one in group)])}"
+        for title, group in GROUPS
+    ]
+    return "\n".join([_HEAD, *rows, _MORE])
+
+
+_HEAD = "Find out why an attention kernel, or the test of one, is wrong. You have:"
+_MORE = "attnlab --help says what each command does; attnlab COMMAND --help has examples and flags."
 _COMPLETION = "print the completion of a shell, for example: attnlab --print-completion bash"
 BAD_INPUT, BUG, INTERRUPTED = 2, 70, 130  # 70 is EX_SOFTWARE of sysexits.h
 
@@ -90,7 +124,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.name is None:
-        parser.print_help()
+        print(overview())
         return 0
     if sys.stdout is None:
         raise OSError("standard output is closed")
@@ -123,15 +157,15 @@ def _text_of(error: OSError) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = Parser(
+    parser = _Main(
         prog="attnlab",
         description="Find out why a paged-attention kernel, or the test of one, is wrong.",
-        epilog="Exit codes: 0 as expected, 1 not, 2 bad input, 70 a bug of attnlab. "
-        "'attnlab COMMAND --help' has examples.",
+        epilog="Exit codes: 0 as expected, 1 not, 2 bad input, 70 a bug of attnlab.\n"
+        "'attnlab COMMAND --help' has examples. Also: --version, --print-completion SHELL.",
     )
     parser.add_argument("--version", action="version", version=f"attnlab {__version__}")
     shtab.add_argument_to(parser, "--print-completion", help=_COMPLETION)
-    commands = parser.add_subparsers(dest="name", title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         command.add_to(commands)
     return parser

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,9 @@ from typing import Any
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.flags import add_field_flags, add_source_flag, flag, given_fields
-from attnlab.case.output_file import HTML, check_output_file, write_text
+from attnlab.case.output_file import check_output_file, write_text
 from attnlab.case.pytest_id import vllm_test_ids
+from attnlab.cli import command
 from attnlab.cli.command import Command, put
 from attnlab.cli.sharded import add_engine, add_shard, check_flags, print_shard, run_sharded
 from attnlab.tasks.run import check_engine
@@ -59,10 +59,10 @@ def _id_of(line: str) -> str:
 
 def _collected(file: Path) -> list[str]:
     """Return the ids that pytest collects from a test file."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(file)]
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(file)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COLLECT_S, check=False
+            words, capture_output=True, text=True, timeout=_COLLECT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"pytest collects no tests from {file} in {_COLLECT_S} s") from error
@@ -82,8 +82,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "collects (default: the 192 ids of vLLM's test_prefix_prefill.py that a ROCm test runs)",
     )
     output = parser.add_argument_group("what to write")
-    flag(output, "--html FILE", "a page with the table, to send")
     flag(output, "--junit FILE", "JUnit XML: a test case per id")
+    command.add_share_flags(parser)
     where: Any = parser.add_argument_group("where to run it")
     add_source_flag(where)
     add_engine(where, "default: local, one worker per core, or this process on a GPU")
@@ -97,8 +97,7 @@ def _run(args: argparse.Namespace) -> int:
         field_type(name).check(name, value)
     if args.engine is not None:
         check_engine(args.engine)
-    if args.html is not None:
-        check_output_file(args.html, "html", HTML)
+    command.check_share_flags(args)
     if args.junit is not None:
         check_output_file(args.junit, "junit")
     if args.source is not None and changes.get("backend") not in ("vllm", "rocm", "cuda"):
@@ -122,24 +121,11 @@ def _run(args: argparse.Namespace) -> int:
     table = matrix_table(
         ids, [(one, outcomes.get(one.key)) for one in tasks], changes, job.versions["backend"]
     )
-    _write(args, table)
-    put(table, args.json)
-    return code or table.exit_code
-
-
-def _write(args: argparse.Namespace, table: Any) -> None:
-    """Write the files of --html and --junit."""
     if args.junit is not None:
         write_text(args.junit, table.junit())
-    if args.html is not None:
-        from attnlab.reports.pages import render_page
-        from attnlab.show.sheets import html
-
-        command = shlex.join(["attnlab", "matrix", *sys.argv[2:]])
-        page = render_page(
-            "capture.html.j2", title="Test matrix", sheet=html(table), command=command
-        )
-        write_text(args.html, page)
+    command.share(args, table)
+    put(table, args.json)
+    return code or table.exit_code
 
 
 COMMAND = Command(

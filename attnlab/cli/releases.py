@@ -178,13 +178,18 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
 
 def _of_index(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of the releases of the package index."""
-    from attnlab.kernels.vllm.source import fetch_ops, releases_between
-
     if args.releases is None:
         raise InvalidCase(
             "releases must be FIRST..LAST, or --sources must be given", field="releases"
         )
-    first, last = _ends(args.releases)
+    return ops_of_releases(args.releases)
+
+
+def ops_of_releases(text: str) -> dict[str, Path]:
+    """Return the folders of the releases FIRST..LAST, or of one, the oldest first; download their ops."""
+    from attnlab.kernels.vllm.source import fetch_ops, releases_between
+
+    first, last = _ends(text)
     versions = releases_between(first, last)
     found = {}
     with progress("downloading the ops") as on_step:

@@ -12,7 +12,9 @@ from attnlab.case.fields import Number, refuse
 from attnlab.case.flags import flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
+from attnlab.cli import command
 from attnlab.cli.command import Command, notice, print_json, progress, put, show
+from attnlab.cli.releases import ops_of_releases
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -106,11 +108,17 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser)
+    command.add_share_flags(parser)
     group = parser.add_argument_group("what is asked")
     flag(
         group,
         "--probe",
         "corruption or another order of sums? Run the call with variations on one source or backend",
+    )
+    group.add_argument(
+        "--releases",
+        metavar="FIRST..LAST",
+        help="which release broke it? Run the call on each of these releases, whose ops are downloaded",
     )
 
 
@@ -119,10 +127,13 @@ def _targets(args: argparse.Namespace) -> "list[Runner]":
     from attnlab.kernels.runner import runners
 
     check_input_path(args.call)
+    if args.releases is not None:
+        args.source = [*args.source, *ops_of_releases(args.releases)]
     return runners(args.source, args.backend, args.device)
 
 
 def _probe(args: argparse.Namespace) -> int:
+    command.check_share_flags(args)
     targets = _targets(args)
     if len(targets) > 1:
         raise InvalidCase("probe must be given with one source or backend", field="probe")
@@ -138,11 +149,13 @@ def _probe(args: argparse.Namespace) -> int:
             given,
             on_variation=lambda name, done: on_step(f"probing, run {done + 1}: {name}"),
         )
+    command.share(args, found)
     put(found, args.json)
     return 1 if found.is_wrong else 0
 
 
 def _replay_replay(args: argparse.Namespace) -> int:
+    command.check_share_flags(args)
     targets = _targets(args)
     call, case, given = read_given(args)
 
@@ -157,7 +170,12 @@ def _replay_replay(args: argparse.Namespace) -> int:
             name=str(args.call),
             on_target=lambda name, done, total: on_step(f"replaying on {name}", done, total),
         )
-    put(found, args.json, exit_code=found.exit_code)
+    command.share(args, found)
+    first = found.first_bad
+    bad = None if first is None else first.target
+    put(found, args.json, exit_code=found.exit_code, first_bad=bad)
+    if args.releases is not None and not args.json:
+        print(found.first_bad_sentence())
     return found.exit_code
 
 
@@ -169,6 +187,7 @@ REPLAY_COMMAND = Command(
         "attnlab replay call.safetensors --source 0.11.2 --source 0.33.0",
         "attnlab replay call.safetensors --source vllm-0.33.0.whl --backend mine.py:my_attention",
         "attnlab replay call.safetensors --source 0.33.0 --probe",
+        "attnlab replay call.safetensors --releases 0.31.0..0.33.0",
         "git bisect run attnlab replay call.safetensors --source .",
     ),
     exit_codes="0 every replay matches; 1 one mismatches, rejects the call or is not\n"
@@ -185,6 +204,7 @@ REPLAY_COMMAND = Command(
 
 def _add_shrink_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser, several=False)
+    command.add_share_flags(parser)
     group = parser.add_argument_group("the result")
     flag(
         group,
@@ -203,6 +223,7 @@ def _shrink(args: argparse.Namespace) -> int:
     if out.suffix == ".py":
         refuse("out", "a file that does not end with .py, which is the script's name", str(out))
     check_output_file(out, "out")
+    command.check_share_flags(args)
     call, case, given = read_given(args)
 
     from attnlab.kernels.runner import one_backend
@@ -218,6 +239,9 @@ def _shrink(args: argparse.Namespace) -> int:
             on_try=lambda step, tries: on_step(f"shrinking, run {tries + 1}: {step}"),
         )
     files, why = _write(found, out, backend, judge.case) if found.is_failing else ([], "")
+    scripts = [Path(file) for file in files if file.endswith(".py")]
+    texts = [(f"{one}, which needs torch, Triton and vLLM", one.read_text()) for one in scripts]
+    command.share(args, found, script=texts[0] if texts else None)
     if args.json:
         print_json({**found.to_dict(), "files": files, "no_script": why})
     else:

@@ -129,12 +129,14 @@ def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a file with the message of the failed assertion; - is standard input (default)",
     )
+    command.add_share_flags(parser)
     add_case_flags(parser)
 
 
 def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.error_text import ErrorText
 
+    command.check_share_flags(args)
     found = ErrorText.read(read_text(args.file))
     if args.test_id is None and args.case is None:
         args.test_id = found.test_id
@@ -145,6 +147,7 @@ def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.decode_error import decode
 
     decoded = decode(found, case, platform_by=platform_by)
+    command.share(args, decoded)
     put(decoded, args.json)
     return 0
 

@@ -1,15 +1,16 @@
 """The command ``attnlab xray``."""
 
 import argparse
+import base64
 import dataclasses
-import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, NotDeterministic
 from attnlab.case.flags import flag
 from attnlab.case.ops import check_weighs_values
-from attnlab.case.output_file import HTML, check_input_path, check_output_file
+from attnlab.case.output_file import check_input_path, check_output_file, write_bytes
 from attnlab.cli import command
 from attnlab.cli.command import Command, print_json, progress, show
 from attnlab.lab.products import check_memory
@@ -38,7 +39,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(group, "--no-confirm", "do not measure another case to confirm a description")
     flag(group, "--no-location", "do not look for the source lines of wrong weights")
-    flag(group, "--html FILE", "write a page with the pictures, in one file")
+    flag(group, "--picture FILE", "write the picture of the weights, a PNG")
+    command.add_share_flags(parser)
     command.add_flags(parser)
 
 
@@ -46,15 +48,16 @@ def _checked_case(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
     if not args.limit_s > 0:
         raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
-    if args.html is not None:
-        check_output_file(args.html, "html", HTML)
+    command.check_share_flags(args)
+    if args.picture is not None:
+        check_output_file(args.picture, "picture", (".png",))
     if args.call is not None:
         check_input_path(args.call)
     case = command.case_with_runner(args)
     if args.call is None:
         check_weighs_values(case.spec)
         check_memory(case)
-    if args.html is not None:
+    if args.html is not None or args.picture is not None:
         from attnlab.reports.check_pages import check_packages as check_drawable
 
         check_drawable()
@@ -67,16 +70,29 @@ def _run(args: argparse.Namespace) -> int:
         found, location = _xray(args, case)
     except NotDeterministic as error:
         return _not_deterministic(str(error), args.json)
-    if args.html is not None:
-        from attnlab.reports.check_pages import write_xray
-
-        write_xray(args.html, found, _command(args, case), location)
+    _write(args, found, location)
     if args.json:
         place = None if location is None else location.to_dict()
         print_json({**found.to_dict(), "location": place})
     else:
         show(_with_line(found, location))
     return 1 if found.is_wrong else 0
+
+
+def _write(args: argparse.Namespace, found: "XRay", location: "KernelLocation | None") -> None:
+    """Write the files of --picture, --html and --markdown."""
+    if args.picture is not None:
+        from attnlab.reports.check_pages import xray_picture
+
+        data = xray_picture(found, is_dark=False, is_transparent=False)
+        write_bytes(args.picture, base64.b64decode(data))
+    if command.is_shared(args):
+        from attnlab.reports.check_pages import xray_pictures
+
+        claim = None if location is None else location.confirmed
+        line = None if claim is None else (claim.file, claim.line)
+        pictures = [] if args.html is None else [xray_pictures(found)]
+        command.share(args, _with_line(found, location), pictures=pictures, line=line)
 
 
 def _not_deterministic(why: str, is_json: bool) -> int:
@@ -129,13 +145,6 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
 
         on_step("trial edits of the source")
         return found, with_confirmation(lab, case, locate_lines(lab, case, found))
-
-
-def _command(args: argparse.Namespace, case: Case) -> str:
-    """Return the command line that writes the page again."""
-    words = ["attnlab", "xray", *shlex.split(case.to_cli())[2:]]
-    words += [] if args.source is None else ["--source", str(args.source)]
-    return shlex.join(words + ([] if args.call is None else ["--call", str(args.call)]))
 
 
 COMMAND = Command(

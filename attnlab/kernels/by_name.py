@@ -116,7 +116,7 @@ class ByName:
         return tuple(name for name in ("sm_scale", "k_scale", "v_scale") if name not in given)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("kv_cache_dtypes", "masks", "large_caches"):  # attributes of a user's kernel
+        if name in ("__name__", "kv_cache_dtypes", "masks", "large_caches"):  # of a user's kernel
             return getattr(self.function, name)
         raise AttributeError(name)
 

@@ -339,6 +339,9 @@ def entry_points() -> dict[str, str]:
 def _file(name: str) -> tuple[ModuleSpec, str]:
     """Return the module of "FILE.py:FUNCTION" and the function's name."""
     path = check_plugin_file(name)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # the file may import its neighbours, also when it is called
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     return spec, name.rpartition(":")[2]

@@ -377,7 +377,8 @@ def _of_dict(
     try:
         return call_of_reading(reading, origin, op=op)
     except InvalidCall as error:
-        raise InvalidCall(f"{path}: {error}", field=error.field) from error
+        keys = f"; its keys are {', '.join(map(str, values))}" if names else ""
+        raise InvalidCall(f"{path}: {error}{keys}", field=error.field) from error
 
 
 def _number(path: Path, field: str, key: str, values: Mapping[str, Any]) -> Any:

@@ -4,8 +4,10 @@ Under pytest-xdist, the workers record, diagnose and write; the controller only 
 reports carry.
 """
 
+import importlib.util
 import json
 import logging
+import sys
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -162,7 +164,8 @@ class Session:
         )
         keep = config.getoption("attnlab_keep")
         host = bool(config.getoption("attnlab_host"))
-        self._capture = Capture(keep=keep, ops=config.getini("attnlab_ops"), host=host)
+        self._ops = [str(text) for text in config.getini("attnlab_ops")]
+        self._capture = Capture(keep=keep, ops=self._ops, host=host)
         self._comparisons = Comparisons(
             keep=keep, sizes=self._sizes, on_error=self._failed, host=host
         )
@@ -179,6 +182,24 @@ class Session:
         if not session._is_controller:
             session._capture.start()
             session._comparisons.start()
+
+    def pytest_collection_finish(self) -> None:
+        """Raise pytest.UsageError for an entry of attnlab_ops that names no function.
+
+        The test modules are imported by now, and what they put on the path is known.
+        """
+        for text in self._ops:
+            module, _, function = text.partition(":")
+            loaded = sys.modules.get(module)
+            try:
+                is_known = loaded is not None or importlib.util.find_spec(module) is not None
+            except (ImportError, ValueError):
+                is_known = False
+            if not is_known or (loaded is not None and not hasattr(loaded, function)):
+                what = f"a function {function!r} of {module}" if is_known else f"a module {module}"
+                raise pytest.UsageError(
+                    f"attnlab: attnlab_ops must name {what} that exists, got {text}"
+                )
 
     def pytest_unconfigure(self) -> None:
         """Put the wrapped functions back."""

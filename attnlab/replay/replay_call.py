@@ -232,6 +232,25 @@ class Replays(Shown):
             return 1
         return 3 if CANNOT_RUN in statuses else 0
 
+    @property
+    def first_bad(self) -> Replay | None:
+        """Return the first replay that mismatches, is rejected or is not deterministic, or None."""
+        bad = (MISMATCH, REJECTED, UNSTABLE)
+        return next((one for one in self.replays if one.status in bad), None)
+
+    def first_bad_sentence(self) -> str:
+        """Return the first bad release and the one before it, of releases in their order."""
+        bad = self.first_bad
+        if bad is None:
+            return "no release is bad"
+        earlier = self.replays[: list(self.replays).index(bad)]
+        before = (
+            f"before it, {earlier[-1].target}: {earlier[-1].status}"
+            if earlier
+            else "none ran before it"
+        )
+        return f"first bad release: {bad.target} ({bad.status}); {before}"
+
     def sentence(self) -> str:
         """Return the verdicts in one sentence."""
         if len({one.status for one in self.replays}) == 1 and len(self.replays) > 1:

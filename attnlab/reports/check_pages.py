@@ -1,4 +1,4 @@
-"""The page of an X-ray: one self-contained HTML file with its pictures, for light and dark screens."""
+"""Pictures of X-rays, and the pages of coverage, of releases and of the findings of a check."""
 
 import base64
 import io
@@ -22,13 +22,12 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.releases import FINDING, STATES, Fault, ReleaseTable
 from attnlab.checker.report import Report
-from attnlab.diagnosis.claims import KernelLocation
 from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
+from attnlab.reports import shared_page
 from attnlab.reports.pages import render_page
-from attnlab.show.sheets import html
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import XRay, key_columns, law_points
 
@@ -49,27 +48,19 @@ def check_packages() -> None:
         ) from error
 
 
-def write_xray(path: Path, one: XRay, command: str, location: KernelLocation | None = None) -> None:
-    """Write the page; ``command`` is the command line that writes it again. ``location``: lines of the source
-    that may hold the fault.
-
-    Raises Unavailable if a package of the page is missing, InvalidCase if the file cannot be written.
-    """
-    check_packages()
-    page = render_page(
-        "xray.html.j2",
-        title="X-ray of attention weights",
-        status=one.status,
-        location=location,
-        sheet=html(one),
-        light=xray_picture(one, is_dark=False),
-        dark=xray_picture(one, is_dark=True),
-        command=command,
+def xray_pictures(one: XRay) -> shared_page.Picture:
+    """Return the pictures of an X-ray for a page, light and dark."""
+    light, dark = (xray_picture(one, is_dark=is_dark) for is_dark in (False, True))
+    alt = "Measured, expected and different weights by row and key; measured against expected log weights"
+    picture = (
+        '<picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{alt}" src="data:image/png;base64,{light}"></picture>'
     )
-    write_text(path, page)
+    return shared_page.Picture(title="Attention weights by row and key", svg=picture)
 
 
-def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90) -> str:
+def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: bool = True) -> str:
     """Return a PNG in base64: measured weights, expected weights, their difference, and the law."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
@@ -80,7 +71,7 @@ def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90) -> str:
         figure = Figure(figsize=(13.5, 7.6), layout="constrained")
         plot_xray(key_columns(one), law_points(one), figure=figure)
         room = io.BytesIO()
-        figure.savefig(room, format="png", dpi=dpi, transparent=True)
+        figure.savefig(room, format="png", dpi=dpi, transparent=is_transparent)
     return base64.b64encode(room.getvalue()).decode()
 
 

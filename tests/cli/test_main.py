@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -162,3 +163,37 @@ def test_a_bug_is_not_hidden(capsys, monkeypatch):
     monkeypatch.setattr(command_line, "COMMANDS", (planted(ZeroDivisionError()),))
     assert main(["plant"]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_bare_attnlab_names_every_command_in_ten_lines(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10
+    names = {word for line in lines for word in line.split()}
+    assert {command.name for command in COMMANDS} <= names
+
+
+def flags_of(capsys, argv):
+    """Return the flags that a help lists."""
+    with pytest.raises(SystemExit):
+        main(argv)
+    words = re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    return {*words} - {"--help", "--help-all"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_shows_few_flags_and_help_all_every_one(capsys, command):
+    few, every = (flags_of(capsys, [command.name, one]) for one in ("--help", "--help-all"))
+    assert len(few) <= 12
+    assert few <= every
+    assert "--json" in few
+
+
+def test_flags_of_one_test_of_vllm_have_a_group_of_their_own(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help-all"])
+    text = capsys.readouterr().out
+    own = text[text.index("only for vLLM's test_prefix_prefill") :].split("\n\n")[0]
+    names = ("--stage", "--fill", "--num-seqs", "--draw-max-query-len", "--force-decode")
+    assert [name for name in names if name not in own] == []
+    assert "--query-lens" not in own

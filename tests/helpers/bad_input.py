@@ -25,6 +25,7 @@ CASE_FLAGS = [
     (["--stage"], "argument --stage: expected"),
 ]
 OWN_FLAGS = [
+    (["demo", "--out", "/dev/null/x"], "out must"),
     (["run", "--stages", "--platforms", "gfx942,tpu"], "platforms must be"),
     (["run", *SMALL, "--platforms", "gfx942"], "platforms must be"),
     (["run", *SMALL, "--stages", "--save-call", "x"], "save-call must"),

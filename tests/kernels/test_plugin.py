@@ -13,6 +13,7 @@ import torch
 from helpers.plugins import EXAMPLES, RIGHT, planted
 from helpers.sources import needs_triton
 
+import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.flags import typed
@@ -195,6 +196,15 @@ def test_a_name_of_another_form_is_no_case(name):
 def test_a_file_without_a_kernel(tmp_path, text):
     with pytest.raises(InvalidCase):
         planted(tmp_path, text)
+
+
+def test_a_file_can_import_its_neighbours(tmp_path):
+    """When it is loaded, and when it is called."""
+    (tmp_path / "neighbour_of_mine.py").write_text("from later_neighbour import f\n")
+    (tmp_path / "later_neighbour.py").write_text("f = 1\n")
+    file = tmp_path / "mine.py"
+    file.write_text("def f(call):\n    import neighbour_of_mine\n    call.output.zero_()\n")
+    assert attnlab.run(attnlab.Case(**SMALL), backend=f"{file}:f").status == "mismatch"
 
 
 def test_an_entry_point(monkeypatch, tmp_path):

@@ -297,6 +297,7 @@ def test_damaged_files(capsys, tmp_path):
         ({"k_scale": "text"}, [], "k_scale must be one float"),
         ({"k_scale": torch.zeros(5)}, [], "k_scale must be"),
         ({}, ["--map", "query=nothing"], "map must name keys"),
+        ({"v_cache": None}, ["--map", "query=q"], "; its keys are q, "),
         ({}, ["--map", "nonsense=q"], "map must name query"),
         ({}, ["--map", "q"], "map must be FIELD=KEY"),
         ({}, ["--op", "nonsense"], "op must be one of"),

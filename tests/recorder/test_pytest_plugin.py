@@ -252,7 +252,8 @@ def test_a_folder_that_cannot_be_written(run, tmp_path):
 
 
 def test_a_wrong_option(run):
-    pytest_in(run[0], "--attnlab", "-o", "attnlab_ops=nonsense", code=4)
+    for name in ("nonsense", "nowhere:paged", "kern:nothing"):
+        pytest_in(run[0], "--attnlab", "-o", f"attnlab_ops={name}", code=4)
 
 
 def test_the_plugin_costs_nothing_without_its_options(run):

@@ -134,6 +134,20 @@ def test_exit_codes(found, code):
     assert found.exit_code == code
 
 
+@pytest.mark.parametrize(
+    ("statuses", "at", "words"),
+    [
+        (("match", "match"), None, "no release is bad"),
+        (("match", "cannot run", "rejected", "match"), 2, "(rejected); before it, t: cannot run"),
+        (("mismatch", "match"), 0, "(mismatch); none ran before it"),
+    ],
+)
+def test_the_first_bad_release(statuses, at, words):
+    found = replays("match", *statuses)
+    assert found.first_bad is (None if at is None else found.replays[at])
+    assert words in found.first_bad_sentence()
+
+
 def test_targets_of_sources_and_backends(tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     names = [(one.backend, one.given) for one in runners([str(tmp_path)], ["model"])]

@@ -346,8 +346,8 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
     if len(set[bool]().union(*(proof.conditions.get(id(repair), ()) for proof in proofs))) == 1:
         return True
     before, after = (_names(text) for text in (repair.edit.before, repair.edit.after))
-    if not after:
-        return False
+    if not after or (after <= before and after & _assigned(repair.text)):
+        return False  # nothing is added, and no argument states the value
     launches = [values for proof in proofs for values in proof.arguments]
     for name in after - before:
         if len({values[name] for values in launches if name in values}) == 1:
@@ -387,6 +387,12 @@ def _factors(node: ast.expr) -> set[str]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _factors(node.left) | _factors(node.right)
     return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def _assigned(text: str) -> set[str]:
+    """Return the names that a text assigns."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
+    return {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
 
 
 def _names(text: str) -> set[str]:

@@ -1,0 +1,330 @@
+"""The page that gets sent: one self-contained HTML file, or a comment of at most 25 lines in Markdown.
+
+Every command that has something to share makes a :class:`SharedPage`. Pictures are inline SVG, so a page
+needs no package beyond those of attnlab.
+"""
+
+import linecache
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlab.case.output_file import write_text
+from attnlab.case.shown import Shown
+from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
+from attnlab.reports.pages import render_page
+from attnlab.show.notebook import versions
+from attnlab.show.sheets import html, sheet_of
+from attnlab.show.sheets.sheet import Bar, Facts, Grid, Hidden, Lines, Link, Part, Value, Words
+
+if TYPE_CHECKING:
+    from attnlab.diagnosis.diagnosis import Diagnosis
+    from attnlab.lab.error_map import ErrorMap
+    from attnlab.lab.result import Result
+
+_CONTEXT = 4  # lines of the source before and after the faulty one
+_MOST_LINES = 25  # of a comment
+_MOST_EVIDENCE = 8  # sentences of a comment
+_EXCLUDED = {
+    "excluded by value": "{} would give other numbers at the wrong places",
+    "excluded by place": "{} would make other rows wrong",
+    "excluded by inputs": "{}: the tensors at hand, or the run, contradict it",
+    "excluded by run": "{}: the run contradicts it",
+    "excluded by rerun": "{}: further runs contradict it",
+}
+_CELL, _GAP = 16, 2  # pixels of a picture
+_MOST_ROWS, _MOST_COLUMNS = 48, 64  # of a picture; rows without a finding are left out first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """Lines of a source around one: ``first`` is the number of the first of ``lines``."""
+
+    file: str
+    line: int
+    first: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture as HTML, with its title, and a legend of (CSS class, text)."""
+
+    title: str
+    svg: str
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPage:
+    """What a page says.
+
+    - ``kind``: the noun, such as "Diagnosis"; ``cause``: the conclusion in one sentence; ``evidence``:
+      further sentences; ``excluded``: what is not the cause, and how that is known.
+    - ``source``: the faulty line; ``pictures``: the first is the most important.
+    - ``sheet``: the noun as HTML; ``script``: the title and the text of the smallest reproduction.
+    - ``command``: writes the page again.
+    """
+
+    kind: str
+    cause: str
+    command: str
+    evidence: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    source: Excerpt | None = None
+    pictures: tuple[Picture, ...] = ()
+    sheet: str = ""
+    script: tuple[str, str] | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the page. Raises InvalidCase if the file cannot be written."""
+        write_text(
+            path, render_page("shared.html.j2", title=f"{self.kind}: {self.cause}", page=self)
+        )
+
+    def markdown(self) -> str:
+        """Return a comment for an issue or a pull request, of at most 25 lines."""
+        head = [f"**{_cut(self.cause)}**", ""]
+        source = self.source
+        if source is not None:
+            code = source.lines[source.line - source.first].strip()
+            head += [f"`{Path(source.file).name}`, line {source.line}: `{code}`", ""]
+        known = ", ".join(f"{name} {value}" for name, value in versions().items())
+        tail = ["", "```sh", self.command, "```", "", f"{known}"]
+        room = min(_MOST_EVIDENCE, _MOST_LINES - len(head) - len(tail))
+        body = [f"- {_cut(text)}" for text in (*self.evidence, *self.excluded)[:room]]
+        return "\n".join([*head, *body, *tail]) + "\n"
+
+
+def _cut(text: str) -> str:
+    """Return a text on one line, without what is beyond 300 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+def page_of(
+    noun: Shown,
+    command: str,
+    *,
+    result: "Result | None" = None,
+    pictures: Sequence[Picture] = (),
+    line: tuple[str, int] | None = None,
+    script: tuple[str, str] | None = None,
+) -> SharedPage:
+    """Return the page of a noun.
+
+    ``result``: a run whose errors and reads are drawn; ``line``: the file and the number of the faulty line;
+    ``script``: the title and the text of a reproduction.
+    """
+    sheet = sheet_of(noun)
+    head = sheet.head.text if isinstance(sheet.head, Words) else str(sheet.head)
+    texts = [part for part in sheet.parts if isinstance(part, Lines)]
+    lines = [_text_of(cell) for part in texts for cell in part.lines] or _of_tables(sheet.parts)
+    drawn = (*pictures, *(() if result is None else pictures_of(result)))
+    common = {"kind": sheet.kind, "command": command, "sheet": html(noun), "script": script}
+    if sheet.kind == "Diagnosis":
+        return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
+    cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
+    source = None if line is None else excerpt(*line)
+    return SharedPage(
+        cause=cause,
+        evidence=tuple(evidence),
+        pictures=drawn,
+        source=source,
+        **common,  # type: ignore[arg-type]
+    )
+
+
+def _of_tables(parts: Sequence[Part]) -> list[str]:
+    """Return the facts and the first rows of the tables of a sheet without sentences."""
+    found = []
+    for part in parts:
+        if isinstance(part, Facts):
+            found += [f"{name}: {_text_of(value)}" for name, value in part.rows]
+        elif isinstance(part, Grid):
+            for row in part.rows[:_MOST_EVIDENCE]:
+                cells = zip(part.columns, map(_text_of, row), strict=True)
+                found.append("; ".join(f"{name} {text}" for name, text in cells if text))
+    return found
+
+
+def _text_of(value: Value) -> str:
+    """Return a cell, or several, as text; a bar has its label."""
+    if isinstance(value, Words | Link):
+        return value.text
+    if isinstance(value, Bar):
+        return value.label
+    if isinstance(value, Hidden):
+        return value.summary
+    return str(value) if isinstance(value, str | int) else ", ".join(map(_text_of, value))
+
+
+def _of_diagnosis(
+    one: "Diagnosis", pictures: tuple[Picture, ...], common: dict[str, object]
+) -> SharedPage:
+    """Return the page of a diagnosis: its cause, the evidence, and the candidates that are excluded."""
+    cause, *evidence = one.sentences()
+    counts = one.counts()
+    excluded = [
+        text.format(f"{counts[name]} known {'fault' if counts[name] == 1 else 'faults'}")
+        for name, text in _EXCLUDED.items()
+        if name in counts
+    ]
+    if one.repair is not None and one.location is not None:
+        excluded.append(
+            f"{one.location.tried} edits of the source were tried; the line that is named is the one "
+            f"that {one.repair.cases} further cases confirm"
+        )
+    source = None if one.repair is None else excerpt(one.repair.file, one.repair.line)
+    return SharedPage(
+        cause=cause,
+        evidence=tuple(evidence),
+        excluded=tuple(excluded),
+        source=source,
+        pictures=pictures,
+        **common,  # type: ignore[arg-type]
+    )
+
+
+def excerpt(file: str, line: int) -> Excerpt | None:
+    """Return the lines around one of a file, or None if they cannot be read."""
+    lines = linecache.getlines(file)
+    if not 0 < line <= len(lines):
+        return None
+    first = max(1, line - _CONTEXT)
+    shown = tuple(text.rstrip("\n") for text in lines[first - 1 : line + _CONTEXT])
+    return Excerpt(file=file, line=line, first=first, lines=shown)
+
+
+# Pictures: a grid of cells as inline SVG. A cell has a CSS class, which gives its colours in light and dark,
+# and a title, which a browser shows as a tooltip. A wrong cell has a cross, so that colour is not needed.
+
+_STRANGE = (*EMPTY, *FOREIGN)  # a kernel may load such a slot and mask it; it must not use it
+
+
+def pictures_of(result: "Result") -> tuple[Picture, ...]:
+    """Return the pictures of a run: wrong rows and heads, and the slots that were read, if it was traced."""
+    if result.errors is None:
+        return ()
+    errors = result.errors if result.errors.is_derived else result.compare_with_rounding()
+    found = [error_picture(errors)]
+    if result.memory is not None and result.memory.slots:
+        found.append(slot_picture(result.memory.slot_map(result.cache.provenance)))
+    return tuple(found)
+
+
+def error_picture(errors: "ErrorMap") -> Picture:
+    """Draw which heads of which rows are wrong."""
+    wrong = errors.mismatches > 0
+    rows = _shown(wrong.any(1).tolist(), _MOST_ROWS)
+    heads = range(min(errors.mismatches.shape[1], _MOST_COLUMNS))
+    labels, cells = [], []
+    for row in rows:
+        seq, token = errors.lengths.locate(row)
+        labels.append(f"sequence {seq}, token {token}")
+        line = []
+        for head in heads:
+            error, is_wrong = float(errors.error[row, head]), bool(wrong[row, head])
+            ran = error != -math.inf
+            name = "idle" if not ran else "wrong" if is_wrong else "right"
+            line.append((name, f"sequence {seq}, token {token}, head {head}: error {error:.3g}"))
+        cells.append(line)
+    of_rows, of_heads = int(wrong.any(1).sum()), int(wrong.any(0).sum())
+    title = (
+        f"{of_rows} of {wrong.shape[0]} rows and {of_heads} of {wrong.shape[1]} heads are wrong"
+        f"{_left_out(len(rows), wrong.shape[0], 'rows')}"
+    )
+    names = {"wrong": "wrong beyond rounding", "right": "right", "idle": "did not run"}
+    return Picture(title=title, svg=_grid(labels, cells, "head"), legend=_legend(names, cells))
+
+
+def slot_picture(found: SlotMap) -> Picture:
+    """Draw which slots of the cache were read, and which of them hold no token of their reader."""
+    owners = found.provenance.seq
+    strange = torch.zeros_like(found.is_read)
+    for state in _STRANGE:
+        strange |= found.states == state.code
+    used = [int(block) for block in found.order() if _is_used(found, int(block))]
+    kept = _shown([bool(strange[block].any()) for block in used], _MOST_ROWS)
+    labels, cells = [], []
+    for block in (used[i] for i in kept):
+        seqs = ", ".join(map(str, sorted({int(seq) for seq in owners[block] if seq >= 0})))
+        labels.append(f"block {block} of sequence {seqs}" if seqs else f"block {block}, empty")
+        cells.append([_slot_cell(found, strange, block, i) for i in range(strange.shape[1])])
+    count = int(strange.sum())
+    what = (
+        f"{count} slots were read that hold no token of the sequence they were read for"
+        if count
+        else "every slot that was read holds a token of the sequence it was read for"
+    )
+    names = {"wrong": "read, and not a token of the reader", "read": "read", "right": "not read"}
+    legend = _legend({**names, "idle": "empty"}, cells)
+    title = f"{what}{_left_out(len(kept), len(used), 'blocks')}"
+    return Picture(title=title, svg=_grid(labels, cells, "slot"), legend=legend)
+
+
+def _is_used(found: SlotMap, block: int) -> bool:
+    """Answer whether a block holds a token or was read."""
+    return bool(found.is_read[block].any() or (found.provenance.seq[block] >= 0).any())
+
+
+def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> tuple[str, str]:
+    """Return the class and the title of a slot."""
+    seq, pos = (int(one[block, slot]) for one in (found.provenance.seq, found.provenance.pos))
+    owner = f"token {pos} of sequence {seq}" if seq >= 0 else "empty"
+    place = f"block {block}, slot {slot}: {owner}"
+    if not bool(found.is_read[block, slot]):
+        return ("right" if seq >= 0 else "idle"), f"{place}, not read"
+    state = STATES[int(found.states[block, slot])]
+    text = f"{place}, read for sequence {int(found.reader_seq[block, slot])}: {state}"
+    return ("wrong" if bool(strange[block, slot]) else "read"), text
+
+
+def _legend(
+    names: dict[str, str], cells: Sequence[Sequence[tuple[str, str]]]
+) -> tuple[tuple[str, str], ...]:
+    """Return the classes that occur, with their texts."""
+    found = {name for line in cells for name, _ in line}
+    return tuple((name, text) for name, text in names.items() if name in found)
+
+
+def _shown(is_wrong: Sequence[bool], most: int) -> list[int]:
+    """Return which rows are drawn, in order: wrong ones first, then the others, up to ``most``."""
+    ranked = sorted(range(len(is_wrong)), key=lambda i: not is_wrong[i])
+    return sorted(ranked[:most])
+
+
+def _left_out(shown: int, count: int, what: str) -> str:
+    return "" if shown == count else f" ({shown} of {count} {what} are shown)"
+
+
+def _grid(labels: Sequence[str], cells: Sequence[Sequence[tuple[str, str]]], column: str) -> str:
+    """Return a table of small SVG squares: a label for each row, a number for each column."""
+    columns = len(cells[0]) if cells else 0
+    width = columns * (_CELL + _GAP)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(label)}</th><td><svg width="{width}" height="{_CELL}" role="img">'
+        f"<title>{escape(label)}</title>{''.join(_squares(line))}</svg></td></tr>"
+        for label, line in zip(labels, cells, strict=True)
+    )
+    head = f"<tr><th></th><th>{escape(column)} 0 to {columns - 1}</th></tr>"
+    return f'<table class="cells"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+
+
+def _squares(line: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for i, (name, title) in enumerate(line):
+        x, far = i * (_CELL + _GAP), _CELL - 4
+        cross = (
+            f'<path d="M{x + 4} 4L{x + far} {far}M{x + far} 4L{x + 4} {far}"/>'
+            if name == "wrong"
+            else ""
+        )
+        yield (
+            f'<g class="{name}"><title>{escape(title)}</title>'
+            f'<rect x="{x}" width="{_CELL}" height="{_CELL}" rx="2"/>{cross}</g>'
+        )

@@ -1,0 +1,100 @@
+"""The page that gets sent, and its comment: what they say, and that nothing is loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnlab
+from attnlab.cli.main import main
+from attnlab.contracts.slot_states import SlotState
+from attnlab.reports.shared_page import _MOST_LINES, error_picture, excerpt, page_of, slot_picture
+
+CASE = attnlab.Case(
+    num_heads=4, query_lens=(17, 1), ctx_lens=(16, 40), stage="int32_before_cumsum", atol=1e-4
+)
+
+
+@pytest.fixture(scope="module")
+def diagnosis() -> object:
+    return attnlab.diagnose(CASE)
+
+
+def test_the_page_states_cause_evidence_and_command(diagnosis: object, tmp_path: Path) -> None:
+    page = page_of(diagnosis, "attnlab diagnose --x '<1>'", result=attnlab.run(CASE))
+    page.write(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert page.cause == diagnosis.sentences()[0]
+    assert "query_start_loc_as_int32" in text
+    assert "attnlab diagnose --x &#39;&lt;1&gt;&#39;" in text
+    assert "known faults would give other numbers" in text
+    assert not any(word in text for word in ("http://", "https://", 'src="/', "<link", "@import"))
+    assert len(text) < 1_000_000
+
+
+def test_the_picture_marks_the_wrong_cells_alone() -> None:
+    result = attnlab.run(CASE)
+    wrong = int((result.compare_with_rounding().mismatches > 0).sum())
+    assert wrong > 0
+    picture = error_picture(result.compare_with_rounding())
+    assert picture.svg.count('<g class="wrong">') == wrong
+    assert picture.svg.count("<path") == wrong
+    assert f"{wrong // 4} of 18 rows and 4 of 4 heads are wrong" in picture.title
+
+
+def test_a_slot_of_another_sequence_is_marked() -> None:
+    """A right map has no mark; a planted read of another sequence's slot has one."""
+    found = attnlab.run(CASE).slot_map()
+    right = slot_picture(found)
+    assert '<g class="wrong">' not in right.svg
+    assert right.title.startswith("every slot that was read")
+    block, slot = torch.nonzero(found.is_read)[0].tolist()
+    found.states[block, slot] = SlotState.OTHER_SEQUENCE.code
+    assert slot_picture(found).svg.count('<g class="wrong">') == 1
+
+
+def test_the_comment_has_at_most_25_lines(diagnosis: object) -> None:
+    text = page_of(diagnosis, "attnlab diagnose").markdown()
+    assert text.startswith("**query_start_loc_as_int32")
+    assert "```sh\nattnlab diagnose\n```" in text
+    assert len(text.splitlines()) <= _MOST_LINES
+
+
+def test_an_excerpt_has_the_line_and_its_surroundings() -> None:
+    found = excerpt(__file__, 3)
+    assert found is not None
+    assert found.lines[found.line - found.first] == "from pathlib import Path"
+    assert excerpt(__file__, 10**6) is None
+
+
+SMALL = ["--num-heads", "2", "--query-lens", "5,1", "--ctx-lens", "40,33"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["diagnose", *SMALL, "--stage", "int32_before_cumsum"],
+        ["matrix", "test_contexted_kv_attention[context_attention_fwd-16-cuda:0-auto-dtype0-24-64-64]",
+         "--draw-max-query-len", "20", "--draw-max-ctx-len", "20"],
+        ["decode-error", "failure.txt", *SMALL],
+        ["replay", "call.safetensors"],
+        ["shrink", "call.safetensors", "--backend", "model", "--seconds", "5"],
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_command_writes_a_page_and_a_comment(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["attnlab", *words, "--html", "page.html"])
+    Path("failure.txt").write_text("Greatest absolute difference: 1.6 at index (5, 0, 0)\n")
+    attnlab.run(CASE.replace(stage="sound")).recorded_call.save(Path("call.safetensors"))
+    assert main([*words, "--html", "page.html", "--markdown", "page.md"]) in (0, 1)
+    assert f"attnlab {words[0]}" in Path("page.html").read_text()
+    assert "page.html" not in Path("page.md").read_text()
+    assert len(Path("page.md").read_text().splitlines()) <= _MOST_LINES
+
+
+def test_a_page_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", *SMALL, "--html", "/no/such/folder/x.html"]) == 2
+    assert "html must" in capsys.readouterr().err
