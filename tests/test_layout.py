@@ -27,6 +27,7 @@ FOLDERS = (
     "checker",
     "show",
     "reports",
+    "horizon",
     "recorder",
     "replay",
     "serving",

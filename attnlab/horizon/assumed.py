@@ -1,7 +1,8 @@
 """A launch for a kernel whose launch nobody described: arguments guessed from the kernel's text.
 
-What is guessed is only where the search starts: which parameters are pointers, which tensors hold integers, and
-the value of each size. Statements name these values, and hold for them. Tensors are as large as any address.
+What is guessed is only where the search starts: which parameters are pointers, which tensors hold integers,
+and the value of each size. Statements name these values, and hold for them. A tensor is as large as
+addresses allow.
 """
 
 import ast
@@ -17,7 +18,11 @@ _MEMORY = ("load", "store", "make_block_ptr", "advance", "make_tensor_descriptor
 _POINTER = re.compile(r"(_ptrs?|Ptr|_pointer)$|^(ptr|p)_")
 _FLOAT = re.compile(
     r"scale|eps|soft_?cap|logit_cap|alpha|theta|slope|temperature|threshold|_(min|max|clamp)_val|dt_m|sm_|inv_|rcp|"
-    r"factor|momentum|prob|fp8_m|limit|weight_decay|penalty|^lr$|^p$", re.IGNORECASE
+    r"factor|momentum|prob|fp8_m|limit|weight_decay|penalty|^lr$|^p$",
+    re.IGNORECASE,
+)
+_FLOAT_CONSTANT = re.compile(r"scale$|eps|cap$|fp8_m(in|ax)|theta|slope|_max_val|clamp|log2e|r?ln2|alpha|beta",
+    re.IGNORECASE,
 )  # fmt: skip
 _INTEGERS = re.compile(
     r"indptr|indices|index|_idx|idx_|ids|table|seq_?len|lens|_loc|slot|cu_|offset|mapping|page|req_to|start|"
@@ -42,10 +47,9 @@ _WHOLE = 1 << 44  # elements of a tensor: as many as addresses allow
 
 
 def assumed_launches(kernel: Kernel) -> Iterator[Launch]:
-    """Yield launches of a kernel, with its flags off and, if it has any, on."""
+    """Yield launches of a kernel, the likeliest first: flags off or on, and three kinds of data."""
     text = _Text.of(kernel.file, kernel.name)
-    has_flags = False
-    for is_on in (False, True):
+    for dtype, is_on in ((d, f) for d in ("bfloat16", "int32", "uint8") for f in (False, True)):
         arguments: dict[str, Any] = {}
         sizes: dict[str, int] = {f"programs_{axis}": 4 for axis in range(3)}
         sweep = [f"programs_{axis}" for axis in sorted(text.axes)]
@@ -54,10 +58,9 @@ def assumed_launches(kernel: Kernel) -> Iterator[Launch]:
             annotation = "" if parameter.annotation is None else ast.unparse(parameter.annotation)
             if "constexpr" in annotation:
                 is_flag = name in text.flags or isinstance(default, bool)
-                has_flags |= is_flag
                 arguments[name] = is_on if is_flag else _constant(name, default, text)
             elif name in text.pointers or _POINTER.search(name):
-                arguments[name] = _tensor(name, text, sizes, sweep)
+                arguments[name] = _tensor(name, text, sizes, sweep, dtype)
             elif default is not _NONE and not isinstance(default, int):
                 arguments[name] = "none" if default is None else default
             elif _FLOAT.search(name):
@@ -66,14 +69,19 @@ def assumed_launches(kernel: Kernel) -> Iterator[Launch]:
                 arguments[name] = (1 << 31) - 1
             else:
                 arguments[name] = name
-                sizes[name] = default if isinstance(default, int) and default else _by_name(name, _SCALARS)
+                sizes[name] = (
+                    default if isinstance(default, int) and default else _by_name(name, _SCALARS)
+                )
                 sweep.append(name)
         grid = tuple(f"programs_{axis}" for axis in range(3))
         yield Launch(
-            kernel=kernel.name, sizes=sizes, grid=grid, arguments=arguments, sweep=tuple(sweep), is_assumed=True
+            kernel=kernel.name,
+            sizes=sizes,
+            grid=grid,
+            arguments=arguments,
+            sweep=tuple(sweep),
+            is_assumed=True,
         )
-        if not has_flags:
-            return
 
 
 _NONE = object()
@@ -83,7 +91,10 @@ def _parameters(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, Any]]:
     """Yield the parameters of a function with their defaults, _NONE where there is none."""
     given = [*node.args.posonlyargs, *node.args.args]
     defaults: list[Any] = [None] * (len(given) - len(node.args.defaults)) + list(node.args.defaults)
-    pairs = [*zip(given, defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+    pairs = [
+        *zip(given, defaults, strict=True),
+        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+    ]
     for parameter, default in pairs:
         value: Any = _NONE
         if default is not None:
@@ -95,28 +106,40 @@ def _parameters(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, Any]]:
 
 
 def _by_name(name: str, table: tuple[tuple[str, int], ...]) -> int:
-    return next(value for pattern, value in table if re.search(pattern, name, re.IGNORECASE if value != 32 else 0))
+    return next(
+        value
+        for pattern, value in table
+        if re.search(pattern, name, re.IGNORECASE if value != 32 else 0)
+    )
 
 
 def _constant(name: str, default: Any, text: "_Text") -> Any:
     if default is not _NONE and not (default is None and name not in text.optional):
         if default is None:
             return "none"
-        return f"'{default}'" if isinstance(default, str) and not default.startswith("tl.") else default
+        return (
+            f"'{default}'"
+            if isinstance(default, str) and not default.startswith("tl.")
+            else default
+        )
     if name in text.strings:
         return f"'{text.strings[name]}'"
+    if re.search("precision", name, re.IGNORECASE):
+        return "'ieee'"
     if _DTYPE.search(name):
         return "tl.float32"
-    if _FLOAT.search(name) and not re.search(r"BLOCK|GROUP|SIZE", name, re.IGNORECASE):
+    if _FLOAT_CONSTANT.search(name) and name not in text.flags:
         return 0.0 if re.search(r"cap", name, re.IGNORECASE) else 1.0
     if "stride" in name.lower():
         return _by_name(name, _SCALARS)
     return _by_name(name, _CONSTANTS)
 
 
-def _tensor(name: str, text: "_Text", sizes: dict[str, int], sweep: list[str]) -> str:
-    if name not in text.integers and not (_INTEGERS.search(name) and name not in text.stored):
-        return f"{'float32' if _FLOAT.search(name) or 'lse' in name.lower() else 'bfloat16'}[{_WHOLE}]"
+def _tensor(name: str, text: "_Text", sizes: dict[str, int], sweep: list[str], data: str) -> str:
+    is_read = name not in text.stored
+    if name not in text.integers and not (is_read and (data == "int32" or _INTEGERS.search(name))):
+        is_wide = data == "bfloat16" and (_FLOAT.search(name) or "lse" in name.lower())
+        return f"{'float32' if is_wide else data}[{_WHOLE}]"
     size = f"values_{name}"
     sweep.append(size)
     dtype = "int64" if "slot_mapping" in name else "int32"
@@ -130,9 +153,10 @@ def _tensor(name: str, text: "_Text", sizes: dict[str, int], sweep: list[str]) -
 class _Text:
     """What the text of a function says about its parameters.
 
-    - ``pointers``; ``integers``: pointers to integers that become addresses; ``stored``: those that are written.
-    - ``flags``: constants that are conditions; ``strings``: constants that are compared with text; ``bounds``:
-      parameters that are compared only; ``optional``: those compared with None; ``axes``: of program_id.
+    - ``pointers``; ``integers``: pointers to integers that become addresses; ``stored``: written ones.
+    - ``flags``: constants that are conditions; ``strings``: constants that are compared with text;
+      ``bounds``: parameters that are only compared; ``optional``: those compared with None; ``axes``: of
+      program_id.
     """
 
     def __init__(self, file: KernelFile, node: ast.FunctionDef, depth: int) -> None:
@@ -161,27 +185,26 @@ class _Text:
 
     def _note(self, one: ast.AST) -> None:
         if isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign) and one.value is not None:
-            targets = one.targets if isinstance(one, ast.Assign) else [one.target]
-            for target in targets:
-                pairs: list[tuple[Any, ast.expr]] = [(target, one.value)]
-                if isinstance(target, ast.Tuple) and isinstance(one.value, ast.Tuple):
-                    pairs = list(zip(target.elts, one.value.elts, strict=False))
-                elif isinstance(target, ast.Tuple):
-                    pairs = [(t, one.value) for t in target.elts]
-                for name, value in pairs:
-                    if isinstance(name, ast.Name):
-                        self._assigned.setdefault(name.id, []).append(value)
+            for target in one.targets if isinstance(one, ast.Assign) else [one.target]:
+                self._note_assigned(target, one.value)
         elif isinstance(one, ast.For) and isinstance(one.iter, ast.Call):
             self._addresses += one.iter.args
         elif isinstance(one, ast.Compare):
-            names = [n.id for n in [one.left, *one.comparators] if isinstance(n, ast.Name)]
-            for other in [one.left, *one.comparators]:
-                if isinstance(other, ast.Constant) and isinstance(other.value, str):
-                    self.strings |= dict.fromkeys(names, other.value)
-                elif isinstance(other, ast.Constant) and other.value is None:
-                    self.optional |= set(names)
+            sides = [one.left, *one.comparators]
+            names = {n.id for n in sides if isinstance(n, ast.Name)}
+            for value in (side.value for side in sides if isinstance(side, ast.Constant)):
+                self.strings |= dict.fromkeys(names, value) if isinstance(value, str) else {}
+                self.optional |= names if value is None else set()
         elif isinstance(one, ast.Call):
             self._note_call(one)
+
+    def _note_assigned(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            self._assigned.setdefault(target.id, []).append(value)
+        elif isinstance(target, ast.Tuple):
+            parts = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+            for one, part in zip(target.elts, parts, strict=False):
+                self._note_assigned(one, part)
 
     def _note_call(self, call: ast.Call) -> None:
         name = ast.unparse(call.func).rpartition(".")[2]
@@ -223,7 +246,9 @@ class _Text:
         if isinstance(value, ast.Name):
             if value.id in self.names:
                 return {value.id}
-            return {n for one in self._assigned.get(value.id, []) for n in self._roots(one, depth + 1)}
+            return {
+                n for one in self._assigned.get(value.id, []) for n in self._roots(one, depth + 1)
+            }
         if isinstance(value, ast.IfExp):
             return self._roots(value.body, depth + 1) | self._roots(value.orelse, depth + 1)
         if isinstance(value, ast.Call):
@@ -263,7 +288,10 @@ class _Text:
 
     def _trace_integers(self) -> None:
         """Find the pointers from which numbers are loaded that become addresses."""
-        queue, seen = [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)], set()
+        queue, seen = (
+            [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)],
+            set(),
+        )
         loads = [*self._addresses]
         while queue:
             name = queue.pop()
@@ -275,5 +303,9 @@ class _Text:
                 queue += [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
         for value in loads:
             for call in ast.walk(value):
-                if isinstance(call, ast.Call) and call.args and ast.unparse(call.func).endswith(".load"):
+                if (
+                    isinstance(call, ast.Call)
+                    and call.args
+                    and ast.unparse(call.func).endswith(".load")
+                ):
                     self.integers |= self._roots(call.args[0])

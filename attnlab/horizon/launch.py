@@ -5,10 +5,10 @@ A description is a table of TOML, for example::
     [copy_rows]
     sizes = { rows = 1000, width = 4096 }
     grid = ["rows"]
-    arguments = { x = "float16[rows, width]", index = "int32[rows] = i", stride = "x.stride(0)", BLOCK = 64 }
+    arguments = { x = "float16[rows, width]", index = "int32[rows] = i", stride = "x.stride(0)" }
 
-A tensor is ``DTYPE[SHAPE]``, then ``strides [STRIDES]`` if it is not contiguous, then ``= VALUES`` if it holds
-integers that the kernel uses; there, ``i`` is the offset of an element.
+A tensor is ``DTYPE[SHAPE]``, then ``strides [STRIDES]`` if it is not contiguous, then ``= VALUES`` if it
+holds integers that the kernel uses; there, ``i`` is the offset of an element.
 """
 
 import ast
@@ -16,7 +16,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,28 @@ from attnlab.horizon.machine import _BITS, Tensor
 _TENSOR = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\s*strides\s*\[(?P<strides>[^\]]*)\])?(?:\s*=\s*(?P<values>.*))?$"
 )
-_KEYS = {"kernel", "file", "sizes", "grid", "arguments", "tail", "most", "sweep", "like"}
+_KEYS = {
+    "kernel",
+    "file",
+    "sizes",
+    "grid",
+    "arguments",
+    "tail",
+    "most",
+    "sweep",
+    "like",
+    "needs",
+    "within",
+}
 _NODES = (
     ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name, ast.Constant, ast.Attribute,
     ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.List, ast.Tuple,
 )  # fmt: skip
-GRID = (LAST_X := (1 << 31) - 1, 65535, 65535)  # CUDA C++ Programming Guide, technical specifications
+GRID = (
+    LAST_X := (1 << 31) - 1,
+    65535,
+    65535,
+)  # CUDA C++ Programming Guide, technical specifications
 
 
 def _cdiv(a: Any, b: Any) -> Any:
@@ -80,7 +96,9 @@ def evaluate(text: Any, names: Mapping[str, Any]) -> Any:
     try:
         return eval(_compiled(text), {"__builtins__": {}, **_FUNCTIONS}, dict(names))
     except (NameError, TypeError, ZeroDivisionError, IndexError) as error:
-        raise InvalidCase(f"expression {text!r} of a launch is wrong: {error}", field="launch") from error
+        raise InvalidCase(
+            f"expression {text!r} of a launch is wrong: {error}", field="launch"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +107,7 @@ class Launch:
 
     - ``file``: the end of the path of its file, "" for any; ``sizes``: the named sizes with their values.
     - ``sweep``: the sizes whose horizon is asked for; ``most``: the largest value of some sizes.
+    - ``needs``: a condition on the sizes, "" for none; ``within``: what is at most a limit of a deployment.
     - ``tail``: how many programs run at the end of each axis of the grid.
     - ``is_assumed``: whether attnlab guessed it from the kernel's text.
     """
@@ -101,7 +120,27 @@ class Launch:
     sweep: tuple[str, ...] = ()
     most: Mapping[str, int] = field(default_factory=dict)
     tail: tuple[int, ...] = (1, 1, 1)
+    needs: str = ""
+    within: Mapping[str, str] = field(default_factory=dict)
     is_assumed: bool = False
+
+    def suits(self, path: str, kernel: str) -> bool:
+        """Answer whether the description is one of a kernel in a file."""
+        return kernel == self.kernel and f"/{path}".endswith(f"/{self.file}" if self.file else path)
+
+    def at(self, sizes: Mapping[str, int]) -> "Launch":
+        """Return the launch with other values of the sizes that it has.
+
+        Raises InvalidCase if they do not meet its condition.
+        """
+        found = {name: sizes.get(name, value) for name, value in self.sizes.items()}
+        if self.needs and not evaluate(self.needs, found):
+            got = ", ".join(f"{n} {v}" for n, v in found.items() if n in self.needs)
+            raise InvalidCase(
+                f"deployment must fit {self.kernel}, which needs {self.needs}, got {got}",
+                field="deployment",
+            )
+        return replace(self, sizes=found)
 
     def bind(self, sizes: Mapping[str, int]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
         """Return arguments and grid for values of the sizes; None if a GPU has no such grid."""
@@ -136,7 +175,9 @@ class Launch:
         values = None
         if match["values"]:
             values = functools.partial(_values, match["values"], dict(names))
-        return Tensor(name=name, dtype=match["dtype"], shape=shape, strides=tuple(strides), values=values)
+        return Tensor(
+            name=name, dtype=match["dtype"], shape=shape, strides=tuple(strides), values=values
+        )
 
 
 def _values(text: str, names: Mapping[str, Any], index: Any) -> Any:
@@ -145,7 +186,10 @@ def _values(text: str, names: Mapping[str, Any], index: Any) -> Any:
 
 def programs(grid: tuple[int, ...], tail: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """Return the last programs of a grid, ``tail`` of them on each axis."""
-    axes = [[n - 1 - i for i in range(min(n, k))] for n, k in zip((*grid, 1, 1), (*tail, 1, 1), strict=False)]
+    axes = [
+        [n - 1 - i for i in range(min(n, k))]
+        for n, k in zip((*grid, 1, 1), (*tail, 1, 1), strict=False)
+    ]
     return [(x, y, z) for x in axes[0] for y in axes[1] for z in axes[2]]
 
 
@@ -154,7 +198,9 @@ def read_launches(path: Path) -> list[Launch]:
     try:
         tables = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidCase(f"launch must be a TOML file, got {path}: {error}", field="launch") from error
+        raise InvalidCase(
+            f"launch must be a TOML file, got {path}: {error}", field="launch"
+        ) from error
     return [_launch(name, tables, path) for name in tables]
 
 
@@ -164,19 +210,26 @@ def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:
     if isinstance(table, dict) and "like" in table:
         base = tables.get(table["like"])
         if not isinstance(base, dict):
-            raise InvalidCase(f"like of launch {name} must name a launch, got {table['like']!r}", field="launch")
+            raise InvalidCase(
+                f"like of launch {name} must name a launch, got {table['like']!r}", field="launch"
+            )
         arguments = {**base.get("arguments", {}), **table.get("arguments", {})}
         table = {**base, **table, "arguments": arguments}
     if not isinstance(table, dict) or not {"grid", "arguments"} <= set(table):
         raise InvalidCase(f"launch {name} must have grid and arguments, got {path}", field="launch")
     if unknown := set(table) - _KEYS:
-        raise InvalidCase(f"launch {name} must have only {sorted(_KEYS)}, got {sorted(unknown)}", field="launch")
+        raise InvalidCase(
+            f"launch {name} must have only {sorted(_KEYS)}, got {sorted(unknown)}", field="launch"
+        )
     sizes = dict(table.get("sizes", {}))
     bad = [n for n, v in sizes.items() if type(v) is not int or v < 1]
     if bad:
-        raise InvalidCase(f"size {bad[0]} of launch {name} must be a positive int, got {sizes[bad[0]]!r}", field="launch")
+        raise InvalidCase(
+            f"size {bad[0]} of launch {name} must be a positive int, got {sizes[bad[0]]!r}",
+            field="launch",
+        )
     return Launch(
         kernel=table.get("kernel", name), file=table.get("file", ""), sizes=sizes, grid=tuple(table["grid"]),
         arguments=table["arguments"], sweep=tuple(table.get("sweep", sizes)), most=table.get("most", {}),
-        tail=tuple(table.get("tail", (1, 1, 1))),
+        tail=tuple(table.get("tail", (1, 1, 1))), needs=table.get("needs", ""), within=table.get("within", {}),
     )  # fmt: skip

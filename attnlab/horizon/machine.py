@@ -1,9 +1,9 @@
 """Run programs of a kernel on tensors that are never allocated, and watch every int32 value.
 
 The language is Triton's interpreter. A tensor has an address and a size, but no memory: a load returns what
-the launch states for index tensors, and 1 for data; a store only has an address. So one program costs the same
-for any size. Each int32 sum, difference, product, shift and conversion is also computed in int64. Where both
-differ the value has wrapped, and the int64 value goes along with it, until an address or a mask shows whether
+the launch states for index tensors, and 1 for data; a store only has an address. So one program costs the
+same for any size. Each int32 sum, difference, product, shift and conversion is also computed in int64. Where
+both differ the value has wrapped, and the int64 value goes along with it, until an address or a mask shows whether
 the difference matters.
 
 Of a loop, the first three and the last two iterations run. A variable that each of the first three changes by
@@ -13,6 +13,8 @@ the same amount is moved on by the iterations that are left out.
 import functools
 import inspect
 import linecache
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +27,11 @@ from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.kernels.triton.interpreter import own_failures
 from attnlab.kernels.triton.launch_plan import one_at_a_time
 from attnlab.kernels.triton.patches import language
-from attnlab.kernels.triton.run_log import Memory, RunLog
+from attnlab.kernels.triton.run_log import Budget, Memory, RunLog, TooLong
 
 LIMIT = 1 << 31  # the first value that an int32 does not have
 _FIRST, _APART = 1 << 52, 1 << 46  # addresses of tensors: 64 TiB apart
+_MOST_OPERATIONS = 60_000  # of a run
 _MOST_ITERATIONS = 96  # of a while loop
 _BITS = {
     "int1": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8,
@@ -98,7 +101,7 @@ class Observation:
     """What a run saw.
 
     - ``peaks``: by expression, the largest exact value, where -2^31 counts as 2^31 - 1.
-    - ``wraps``: expressions with a value that no int32 has; ``follows``: those whose operands had wrapped before.
+    - ``wraps``: expressions with a value that no int32 has; ``follows``: those whose operands had wrapped.
     - ``accesses``: wrong accesses; ``live``: number of accesses with a true mask.
     - ``outside``: the first exact address that is outside its tensor, as text, or "".
     - ``is_valid``: whether every index tensor can hold its numbers.
@@ -120,7 +123,7 @@ def run(
     programs: Sequence[tuple[int, int, int]],
     files: Sequence[str],
 ) -> Observation:
-    """Run programs of an interpreted kernel; ``arguments``: Tensor, int, float, str, None or a tuple of these.
+    """Run programs of an interpreted kernel; ``arguments``: Tensor, int, float, str, None or tuples of them.
 
     ``files``: the files that the code of the kernel may be in. Raises Unavailable, with the reason, if the
     kernel cannot be run.
@@ -135,8 +138,10 @@ def run(
             kernel.fn.__globals__.update(
                 __attnlab_loop__=watch.loop, __attnlab_while__=lambda: _While()
             )
-            log = RunLog()
-            with language(interpreter, function, log, lambda f: watch.prepared(f), Memory({}), watch):
+            log = RunLog(budget=Budget(operations=_MOST_OPERATIONS))
+            with language(
+                interpreter, function, log, lambda f: watch.prepared(f), Memory({}), watch
+            ):
                 interpreter.interpreter_builder.set_grid_dim(*sizes)
                 given = {n: watch.argument(function, n, v) for n, v in arguments.items()}
                 for program in programs:
@@ -144,6 +149,8 @@ def run(
                     function(**given)
     except AttnLabError:
         raise
+    except TooLong as error:
+        raise Unavailable(f"more than {_MOST_OPERATIONS} operations in one run") from error
     except (Exception, RecursionError) as error:
         raise Unavailable(_reason(error, files)) from error
     return watch.seen
@@ -157,7 +164,11 @@ def _reason(error: BaseException, files: Sequence[str]) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     text = " ".join(str(error).split())[:120]
-    return f"line {line}: {type(error).__name__}: {text}" if line else f"{type(error).__name__}: {text}"
+    return (
+        f"line {line}: {type(error).__name__}: {text}"
+        if line
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 class _While:
@@ -190,14 +201,16 @@ class _Loop:
         if self._skip and len(self._kept) < 3:
             self._kept.append(found)
             if len(self._kept) == 3:
-                found = {n: self._watch.moved(*(k[n] for k in self._kept), self._count - 5) for n in names}
+                one, two, three = self._kept
+                times = self._count - 5
+                found = {n: self._watch.moved((one[n], two[n], three[n]), times) for n in names}
                 self._kept.append({})
         return tuple(found[name] for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockPointer:
-    """A block pointer: the base, the int64 shape and strides, the int64 offsets, and the shape of the block."""
+    """A block pointer: base, and int64 shape, strides and offsets; ``block`` is the shape of the block."""
 
     base: Any
     shape: tuple[Any, ...]
@@ -215,7 +228,9 @@ class _BlockPointer:
 class _Watch:
     """Patches of the language: the memory, exact integers, loops and block pointers."""
 
-    def __init__(self, interpreter: Any, arguments: Mapping[str, Any], files: frozenset[str]) -> None:
+    def __init__(
+        self, interpreter: Any, arguments: Mapping[str, Any], files: frozenset[str]
+    ) -> None:
         self._i, self._files, self.seen = interpreter, files, Observation()
         self._tensors: list[Tensor] = []
         self._address: dict[int, int] = {}
@@ -234,11 +249,15 @@ class _Watch:
         if "constexpr" in text or value is None or isinstance(value, str):
             return value
         if isinstance(value, tuple):
-            return self._i._tuple_create(value, [self.argument(function, name, one) for one in value])
+            return self._i._tuple_create(
+                value, [self.argument(function, name, one) for one in value]
+            )
         tl, handle = self._i.tl, self._i.TensorHandle
         if isinstance(value, Tensor):
             type_ = tl.pointer_type(getattr(tl, value.dtype))
-            return tl.tensor(handle(np.array([self._address[id(value)]], dtype=np.uint64), type_), type_)
+            return tl.tensor(
+                handle(np.array([self._address[id(value)]], dtype=np.uint64), type_), type_
+            )
         if isinstance(value, bool):
             return tl.tensor(handle(np.array([value]), tl.int1), tl.int1)
         if isinstance(value, int):
@@ -274,14 +293,19 @@ class _Watch:
             arguments = (*arguments[:2], options["step"])
         numbers = [getattr(one, "value", one) for one in arguments]
         is_wide = any(getattr(getattr(n, "dtype", None), "name", "") == "int64" for n in numbers)
-        found = range(*(int(n.handle.data.reshape(-1)[0]) if hasattr(n, "handle") else int(n) for n in numbers))
+        found = range(
+            *(
+                int(n.handle.data.reshape(-1)[0]) if hasattr(n, "handle") else int(n)
+                for n in numbers
+            )
+        )
         if is_static:
             return _Loop(self, found, int)
         return _Loop(self, found, lambda n: self.scalar(n, is_wide))
 
-    def moved(self, first: Any, second: Any, third: Any, times: int) -> Any:
+    def moved(self, values: tuple[Any, Any, Any], times: int) -> Any:
         """Return a variable after ``times`` more iterations, if its three values lie on a line."""
-        tl, values = self._i.tl, (first, second, third)
+        tl, third = self._i.tl, values[2]
         if not all(isinstance(v, tl.tensor) for v in values):
             return third
         kind = third.handle.dtype
@@ -289,7 +313,10 @@ class _Watch:
         if not (is_pointer or getattr(kind, "name", "") in ("int32", "int64")):
             return third
         exact = [_exact(v.handle).data.astype(np.int64) for v in values]
-        if any(e.shape != exact[0].shape for e in exact) or (exact[2] - exact[1] != exact[1] - exact[0]).any():
+        if (
+            any(e.shape != exact[0].shape for e in exact)
+            or (exact[2] - exact[1] != exact[1] - exact[0]).any()
+        ):
             return third
         if (exact[2] == exact[1]).all():
             return third
@@ -297,7 +324,9 @@ class _Watch:
         handle = self._i.TensorHandle(data.astype(third.handle.data.dtype), kind)
         sources = third.handle.attr.get("exact", (None, frozenset()))[1]
         if sources or (handle.data.astype(np.int64) != data).any():
-            wide = self._i.TensorHandle(data.astype(np.uint64 if is_pointer else np.int64), kind if is_pointer else tl.int64)
+            wide = self._i.TensorHandle(
+                data.astype(np.uint64 if is_pointer else np.int64), kind if is_pointer else tl.int64
+            )
             handle.attr["exact"] = (wide, sources)
         return tl.tensor(handle, third.type)
 
@@ -318,22 +347,25 @@ class _Watch:
             if not isinstance(pointer, _BlockPointer):
                 return store(pointer, value, *args, **named)
             handle, type_, mask = self._pointers(pointer, named.get("boundary_check", ()))
-            return store(tl.tensor(handle, type_), value.to(pointer.base.dtype.element_ty), mask=mask)
+            return store(
+                tl.tensor(handle, type_), value.to(pointer.base.dtype.element_ty), mask=mask
+            )
 
         def advance(pointer: _BlockPointer, offsets: Any) -> _BlockPointer:
-            moved = tuple(self._wide(a) + self._wide(b) for a, b in zip(pointer.offsets, offsets, strict=True))
+            moved = tuple(
+                self._wide(a) + self._wide(b) for a, b in zip(pointer.offsets, offsets, strict=True)
+            )
             return _BlockPointer(pointer.base, pointer.shape, pointer.strides, moved, pointer.block)
 
-        def make(base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any = None) -> Any:
+        def make(
+            base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any = None
+        ) -> Any:
             sizes = tuple(int(getattr(n, "value", n)) for n in block_shape)
-            wide = (tuple(self._wide(n) for n in some) for some in (shape, strides, offsets))
-            return _BlockPointer(base, *wide, sizes)
-
-        def advanced(pointer: Any, offsets: Any) -> Any:
-            return advance(pointer, offsets)
+            wide = [tuple(self._wide(n) for n in some) for some in (shape, strides, offsets)]
+            return _BlockPointer(base, wide[0], wide[1], wide[2], sizes)
 
         for name, function in {
-            "load": loaded, "store": stored, "make_block_ptr": make, "advance": advanced,
+            "load": loaded, "store": stored, "make_block_ptr": make, "advance": advance,
             "device_assert": _nothing, "device_print": _nothing, "assume": _nothing, "debug_barrier": _nothing,
         }.items():  # fmt: skip
             if hasattr(tl, name) or name == "advance":
@@ -367,10 +399,9 @@ class _Watch:
     def patch_builder(self, scope: Any) -> None:
         """Patch the operations."""
         builder = self._i.InterpreterBuilder
-        skipped = ("load", "store", "atomic", "program", "range", "print", "assert", "assume", "barrier")
-        skipped += ("dot", "histogram", "descriptor", "inline_asm", "extern")
+        skipped = "load|store|atomic|program|range|print|assert|assume|barrier|dot|histogram|descriptor|asm|extern"
         for name in dir(builder):
-            if name.startswith("create_") and not any(word in name for word in skipped):
+            if name.startswith("create_") and not re.search(skipped, name):
                 scope.set_attr(builder, name, self._following(getattr(builder, name)))
         for name, op in {
             "create_mul": np.multiply, "create_add": np.add, "create_sub": np.subtract,
@@ -378,10 +409,29 @@ class _Watch:
         }.items():  # fmt: skip
             scope.set_attr(builder, name, self._watched(getattr(builder, name), op))
         scope.set_attr(builder, "create_int_cast", self._cast(builder.create_int_cast))
+        scope.set_attr(builder, "create_extern_elementwise", self._unknown)
+        scope.set_attr(builder, "create_inline_asm", self._assembly)
         scope.set_attr(builder, "create_masked_load", self._load)
         scope.set_attr(builder, "create_masked_store", self._store)
         scope.set_attr(builder, "create_atomic_rmw", self._change)
         scope.set_attr(builder, "create_atomic_cas", self._exchange)
+
+    def _unknown(
+        self, library: str, path: str, symbol: str, values: Any, type_: Any, is_pure: bool
+    ) -> Any:
+        """Return 1 for a function of a library, if it is no integer, on which an address may depend."""
+        kind = type_.scalar
+        if not kind.is_floating():
+            raise Unavailable(f"{symbol} returns integers that are not known here")
+        dtype = self._i._get_np_dtype(kind)
+        return self._i.TensorHandle(np.ones(np.shape(values[0].data), dtype), kind)
+
+    def _assembly(
+        self, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
+    ) -> Any:
+        kinds = types if isinstance(types, list | tuple) else [types]
+        found = [self._unknown("", "", "inline assembly", values, one, is_pure) for one in kinds]
+        return found if len(found) > 1 else found[0]
 
     # Integers
 
@@ -391,7 +441,9 @@ class _Watch:
 
         def computed(builder: Any, *args: Any) -> Any:
             found = compute(builder, *args)
-            marks = [a.attr["exact"][1] for a in args if isinstance(a, handle) and "exact" in a.attr]
+            marks = [
+                a.attr["exact"][1] for a in args if isinstance(a, handle) and "exact" in a.attr
+            ]
             if marks and isinstance(found, handle):
                 exact = compute(builder, *(_exact(a) if isinstance(a, handle) else a for a in args))
                 found.attr["exact"] = (exact, frozenset().union(*marks))
@@ -455,8 +507,6 @@ class _Watch:
         return frozenset((site,))
 
     def _site(self) -> Site:
-        import sys
-
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename not in self._files:
             frame = frame.f_back
@@ -498,9 +548,15 @@ class _Watch:
             if self._place(address) is None and not self.seen.outside:
                 site = self._site()
                 at = min(max(0, (address - _FIRST) // _APART), len(self._tensors) - 1)
-                self.seen.outside = f"{site.place} is outside {self._tensors[at].name}" if self._tensors else site.place
+                self.seen.outside = (
+                    f"{site.place} is outside {self._tensors[at].name}"
+                    if self._tensors
+                    else site.place
+                )
 
-    def _compare(self, kind: str, actual: Any, exact: Any, asked: Any, right: Any, sources: Any) -> None:
+    def _compare(
+        self, kind: str, actual: Any, exact: Any, asked: Any, right: Any, sources: Any
+    ) -> None:
         cases = (
             (kind, asked & right & (actual != exact)),
             (f"{kind} what its mask excludes", asked & ~right),
@@ -531,11 +587,15 @@ class _Watch:
         for number in np.unique(index[asked]):
             if 0 <= number < len(self._tensors) and self._tensors[number].values is not None:
                 one = self._tensors[number]
-                offsets = (addresses.astype(np.int64) - _FIRST - number * _APART) // one.element_bytes
+                offsets = (
+                    addresses.astype(np.int64) - _FIRST - number * _APART
+                ) // one.element_bytes
                 assert one.values is not None
                 inside = (index == number) & (offsets < max(one.size, 1))
                 with np.errstate(all="ignore"):
-                    filled = np.broadcast_to(np.asarray(one.values(np.where(inside, offsets, 0))), values.shape)
+                    filled = np.broadcast_to(
+                        np.asarray(one.values(np.where(inside, offsets, 0))), values.shape
+                    )
                 if (filled.astype(dtype) != filled)[inside].any():
                     self.seen.is_valid = False  # no such index tensor exists
                 values = np.where(inside, filled.astype(dtype), values)

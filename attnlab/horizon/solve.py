@@ -1,11 +1,12 @@
 """Find the horizon of each integer expression in each size, and prove it by two runs.
 
-Two runs with different sizes give the growth of an expression, which predicts the size at which it wraps. Runs
-at that size and just below confirm it, or the search goes on from there. So a statement rests on a run without
-the wrap and on a run with it, at neighbouring sizes.
+Two runs with different sizes give the growth of an expression, which predicts the size at which it wraps.
+Runs at that size and just below confirm it, or the search goes on from there. So a statement rests on a run
+without the wrap and on a run with it, at neighbouring sizes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from attnlab.horizon.launch import Launch, programs
 from attnlab.horizon.machine import LIMIT, Access, Observation, Site, run
 
 _MOST = LIMIT - 1
+_BUDGET_S = 12.0  # processor time per kernel
 _TRIES = 18  # sizes tried after a wrap, each twice as far, for an access that it makes wrong
 
 
@@ -22,7 +24,7 @@ class Statement:
     """The horizon of an expression in one size, the others as in ``sizes``.
 
     - ``wraps_at``: the smallest value at which the expression has a value that int32 does not have.
-    - ``wrong_at``: the smallest value at which that makes an access wrong; None if none is. ``access``: the first.
+    - ``wrong_at``: the smallest value at which that makes an access wrong, or None; ``access``: the first.
     - Each was seen in a run, and not in the run with one less.
     """
 
@@ -72,6 +74,7 @@ class Search:
         self._function, self.launch, self._files = function, launch, files
         self._known: dict[tuple[str, int], Observation | None] = {}
         self.runs = 0
+        self._begin = time.process_time()
 
     def at(self, size: str, value: int) -> Observation | None:
         """Return the run with one size changed; None if it cannot be launched or leaves its tensors."""
@@ -85,6 +88,8 @@ class Search:
         if bound is None:
             return None
         self.runs += 1
+        if time.process_time() - self._begin > _BUDGET_S:
+            raise Unavailable(f"not done after {_BUDGET_S:.0f} s of processor time")
         arguments = {n: v for n, v in bound[0].items() if n in self._function.arg_names}
         some = programs(bound[1], self.launch.tail)
         seen = run(self._function, arguments, bound[1], some, self._files)
@@ -95,9 +100,9 @@ class Search:
         base = self.at("", 0)
         if base is None:
             bound = self.launch.bind(self.launch.sizes)
+            why = "has more programs than a GPU allows"
             raise Unavailable(
-                "the described launch has more programs than a GPU allows" if bound is None
-                else "the described launch accesses memory outside of its tensors"
+                f"the launch {why if bound is None else 'accesses memory outside of its tensors'}"
             )
         for size in self.launch.sweep:
             yield from self._of_size(size, base)
@@ -111,7 +116,7 @@ class Search:
             return
         if second is None:
             return
-        for site, peak in {**base.peaks, **second.peaks}.items():
+        for site in {**base.peaks, **second.peaks}:
             first, last = base.peaks.get(site, 0), second.peaks.get(site, 0)
             growth = (last - first) / (other - value)
             if growth <= 0 or not site.line:
@@ -130,7 +135,9 @@ class Search:
             seen = self.at(size, wraps_at)
             if seen is None or site in seen.follows:
                 return None  # an operand had wrapped before: its statement is the one to make
-            wrong_at = self._boundary(lambda seen: _hit(seen, site) is not None, size, wraps_at, most, _TRIES)
+            wrong_at = self._boundary(
+                lambda seen: _hit(seen, site) is not None, size, wraps_at, most, _TRIES
+            )
         except Unavailable:
             return None
         access = None
@@ -146,7 +153,7 @@ class Search:
     def _boundary(
         self, holds: Callable[[Observation], bool], size: str, guess: int, most: int, tries: int
     ) -> int | None:
-        """Return the smallest value at which something holds that does not hold just below, near ``guess``."""
+        """Return the smallest value near ``guess`` at which something holds that does not hold just below."""
 
         def at(value: int) -> bool:
             seen = self.at(size, value)
@@ -182,14 +189,28 @@ def _hit(seen: Observation, site: Site) -> Access | None:
     return next((one for one in seen.accesses if site in one.sources), None)
 
 
-def kernel_horizon(kernel: Any, launch: Launch, files: list[str]) -> KernelHorizon:
-    """Return the horizon of a kernel; ``files`` are those that its code may be in."""
-    facts: dict[str, Any] = {"kernel": kernel.name, "file": kernel.shown, "line": kernel.node.lineno, "launch": launch}
-    try:
-        function = kernel.function
-        search = Search(function, launch, files)
-        found = tuple(search.statements())
-        base = search.at("", 0)
-    except Unavailable as error:
-        return KernelHorizon(**facts, why=str(error))
-    return KernelHorizon(**facts, statements=found, runs=search.runs, live=0 if base is None else base.live)
+def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) -> KernelHorizon:
+    """Return the horizon of a kernel for the first launch that runs and accesses memory.
+
+    ``files``: those that the code of the kernel may be in.
+    """
+    facts: dict[str, Any] = {
+        "kernel": kernel.name,
+        "file": kernel.shown,
+        "line": kernel.node.lineno,
+    }
+    why = ""
+    for launch in launches:
+        try:
+            search = Search(kernel.function, launch, files)
+            base = search.at("", 0)
+            found = tuple(search.statements())
+        except Unavailable as error:
+            why = why or str(error)
+            continue
+        if base is not None and base.live:
+            return KernelHorizon(
+                **facts, launch=launch, statements=found, runs=search.runs, live=base.live
+            )
+        why = why or "no access of the programs that ran is enabled by its mask"
+    return KernelHorizon(**facts, launch=None, why=why)

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +42,7 @@ class Missing:
         raise Unavailable(f"{self._name} does not exist here")
 
     __call__ = __bool__ = __index__ = __mul__ = __rmul__ = __add__ = __radd__ = _refuse
-    __eq__ = __lt__ = __gt__ = __sub__ = __rsub__ = __floordiv__ = __getitem__ = _refuse  # type: ignore[assignment]
+    __eq__ = __lt__ = __gt__ = __sub__ = __rsub__ = __floordiv__ = __getitem__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -130,21 +130,30 @@ class KernelFile:
         for statement in _flat(self.tree.body):
             for name in _defined(statement):
                 self.definitions.setdefault(name, []).append(statement)
-            if isinstance(statement, ast.FunctionDef) and any(map(_is_jit, statement.decorator_list)):
+            if isinstance(statement, ast.FunctionDef) and any(
+                map(_is_jit, statement.decorator_list)
+            ):
                 self.functions[statement.name] = statement
         self.namespace = Namespace(self)
         files[path] = self
 
-    def kernels(self) -> Iterator[Kernel]:
-        """Yield the kernels: functions that no other function of the file calls."""
-        used = {
-            node.func.id
-            for one in self.functions.values()
-            for node in ast.walk(one)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
+    def called(self) -> "Iterator[tuple[Path, str]]":
+        """Yield the functions that the functions of this file call: the file and the name of each."""
+        for one in self.functions.values():
+            for node in ast.walk(one):
+                name = (
+                    node.func.id
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                    else ""
+                )
+                if name in self.definitions and (found := self.definition(name)) is not None:
+                    yield found[0].path, found[1].name
+
+    def kernels(self, called: "set[tuple[Path, str]]") -> Iterator[Kernel]:
+        """Yield the kernels: functions that are not among ``called`` and return nothing."""
         for name, node in self.functions.items():
-            if name not in used and not any(isinstance(n, ast.Return) and n.value for n in ast.walk(node)):
+            returns = any(isinstance(n, ast.Return) and n.value for n in ast.walk(node))
+            if (self.path, name) not in called and not returns:
                 shown = self.path.relative_to(self.root).as_posix()
                 yield Kernel(name=name, path=self.path, shown=shown, node=node, file=self)
 
@@ -164,13 +173,19 @@ class KernelFile:
         """Return what a name of the file's top level is; Missing if it cannot be made."""
         if name in self.functions:
             return self._function(self.functions[name])
-        is_other = [isinstance(one, ast.Import | ast.ImportFrom) for one in self.definitions.get(name, [])]
-        found = sorted(zip(is_other, self.definitions.get(name, []), strict=True), key=lambda pair: not pair[0])
+        is_other = [
+            isinstance(one, ast.Import | ast.ImportFrom) for one in self.definitions.get(name, [])
+        ]
+        found = sorted(
+            zip(is_other, self.definitions.get(name, []), strict=True), key=lambda pair: not pair[0]
+        )
         for _, statement in found:  # imports first: what follows may replace a missing package
             try:
                 if isinstance(statement, ast.Import | ast.ImportFrom):
                     return self._imported(statement, name)
-                code = compile(ast.Module([statement], []), str(self.path), "exec", dont_inherit=True)
+                code = compile(
+                    ast.Module([statement], []), str(self.path), "exec", dont_inherit=True
+                )
                 exec(code, self.namespace)
                 return dict.__getitem__(self.namespace, name)
             except Exception:
@@ -179,7 +194,9 @@ class KernelFile:
 
     def _function(self, node: ast.FunctionDef) -> Any:
         """Return a function of Triton in its interpreted form."""
-        bare = ast.FunctionDef(**{**{f: getattr(node, f) for f in node._fields}, "decorator_list": []})
+        bare = ast.FunctionDef(
+            **{**{f: getattr(node, f) for f in node._fields}, "decorator_list": []}
+        )
         ast.copy_location(bare, node)
         for argument in [*bare.args.args, *bare.args.kwonlyargs]:
             text = "" if argument.annotation is None else ast.unparse(argument.annotation)
@@ -193,28 +210,34 @@ class KernelFile:
 
         class Transformer(kind):  # type: ignore[misc, valid-type]
             def visit_Module(self, tree: ast.Module) -> ast.AST:
-                return super().generic_visit(ast.fix_missing_locations(Loops().visit(tree)))
+                found: ast.AST = super().generic_visit(Loops().visit(tree))
+                return ast.fix_missing_locations(found)
 
         made.rewriter.ast_transformer = Transformer()
         return made
 
     def _imported(self, statement: ast.Import | ast.ImportFrom, name: str) -> Any:
-        alias = next(one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name)
+        alias = next(
+            one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name
+        )
         if isinstance(statement, ast.Import):
             module = alias.name if alias.asname else name
             return _triton_or(module)
         module = statement.module or ""
+        if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
+            return _triton_or("triton" if alias.name == "triton" else "triton.language")
         file = _module_file(self.path, self.root, module, statement.level)
-        if file is None and (inner := _module_file(
-                self.path, self.root, f"{module}.{alias.name}".strip("."), statement.level)):
+        if file is None and (
+            inner := _module_file(
+                self.path, self.root, f"{module}.{alias.name}".strip("."), statement.level
+            )
+        ):
             return _ModuleView(file_of(inner, self.root, self._files))
         if file is not None:
             other = file_of(file, self.root, self._files)
             found = other.namespace.get(alias.name)
             if not isinstance(found, Missing):
                 return found
-        if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
-            return _triton_or("triton" if alias.name == "triton" else "triton.language")
         if module.partition(".")[0] in _REAL and statement.level == 0:
             real = _triton_or(module)
             return getattr(real, alias.name)
@@ -242,7 +265,10 @@ class Namespace(dict):  # type: ignore[type-arg]
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id in self._file.definitions:
                     self.prepare(node.id)
-        self[name] = self._file.make(name)
+        made = self._file.make(name)
+        if getattr(made, "__triton_builtin__", False):  # an alias, such as exp2 = tl.exp2
+            made = _bound(made)
+        self[name] = made
 
 
 class _ModuleView(ModuleType):
@@ -295,6 +321,13 @@ def _jit() -> Any:
     return interpreted_triton().jit
 
 
+def _bound(builtin: Any) -> Any:
+    """Return a function of the language as the interpreter calls it."""
+    from triton.runtime import interpreter
+
+    return functools.partial(builtin, _semantic=interpreter.interpreter_semantic)
+
+
 def _triton_or(name: str) -> Any:
     if name == "triton":
         return interpreted_triton()
@@ -334,6 +367,24 @@ def kernel_files(source: Path) -> tuple[Path, list[Path]]:
     return (_root_of(found[0]) if found else source), found
 
 
+def load_kernels(source: Path) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
+    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason."""
+    root, paths = kernel_files(source)
+    files: dict[Path, KernelFile] = {}
+    broken: dict[str, str] = {}
+    for path in paths:
+        try:
+            file_of(path, root, files)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            broken[path.name] = f"{type(error).__name__}: {error}"
+    called = {pair for path in paths if path in files for pair in files[path].called()}
+    return (
+        [one for path in paths if path in files for one in files[path].kernels(called)],
+        files,
+        broken,
+    )
+
+
 def _root_of(file: Path) -> Path:
     """Return the folder that contains the package of a file."""
     folder = file.resolve().parent
@@ -345,7 +396,9 @@ def _root_of(file: Path) -> Path:
 def _unpacked(wheel: Path) -> Path:
     """Return a folder with the Python files of a wheel that have kernels, or that such files import."""
     stat = wheel.stat()
-    key = hashlib.sha256(f"{wheel.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    key = hashlib.sha256(
+        f"{wheel.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()
+    ).hexdigest()
     folder = private_folder("horizon", key[:16])
     if not (folder / ".complete").exists():
         with writing(), zipfile.ZipFile(wheel) as archive:
@@ -355,8 +408,3 @@ def _unpacked(wheel: Path) -> Path:
                     archive.extract(name, folder)
             (folder / ".complete").touch()
     return folder
-
-
-def constants(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with the value of each constexpr."""
-    return {name: getattr(value, "value", value) for name, value in mapping.items()}

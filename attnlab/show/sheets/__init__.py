@@ -44,6 +44,7 @@ SHEETS: dict[str, str] = {
     "attnlab.show.notebook.Verdict": "attnlab.show.sheets.conclusions.verdict",
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.conclusions.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.notebook_result.results",
+    "attnlab.horizon.survey.Survey": "attnlab.horizon.survey.survey_sheet",
     "attnlab.replay.replay_call.Replays": "attnlab.replay.sheets.replays",
     "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
     "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",
