@@ -16,6 +16,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -116,44 +117,45 @@ class Observation:
     is_valid: bool = True
 
 
-def run(
-    kernel: Any,
-    arguments: Mapping[str, Any],
-    grid: Sequence[int],
-    programs: Sequence[tuple[int, int, int]],
-    files: Sequence[str],
-) -> Observation:
-    """Run programs of an interpreted kernel; ``arguments``: Tensor, int, float, str, None or tuples of them.
+Runner = Callable[[Mapping[str, Any], Sequence[int], Sequence[tuple[int, int, int]]], Observation]
 
-    ``files``: the files that the code of the kernel may be in. Raises Unavailable, with the reason, if the
-    kernel cannot be run.
+
+@contextmanager
+def running(kernel: Any, files: Sequence[str]) -> Iterator[Runner]:
+    """Yield a function that runs programs of an interpreted kernel: of arguments, grid and programs.
+
+    Arguments: Tensor, int, float, str, None or tuples of them, by name. ``files``: the files that the code of
+    the kernel may be in. The function raises Unavailable, with the reason, if the kernel cannot be run.
     """
     from triton.runtime import interpreter
 
-    watch = _Watch(interpreter, arguments, frozenset(files))
-    sizes = (*grid, 1, 1)[:3]
-    try:
-        with own_failures(), one_at_a_time(), np.errstate(all="ignore"):
-            function = kernel.rewrite()
-            kernel.fn.__globals__.update(
-                __attnlab_loop__=watch.loop, __attnlab_while__=lambda: _While()
-            )
-            log = RunLog(budget=Budget(operations=_MOST_OPERATIONS))
-            with language(
-                interpreter, function, log, lambda f: watch.prepared(f), Memory({}), watch
-            ):
-                interpreter.interpreter_builder.set_grid_dim(*sizes)
-                given = {n: watch.argument(function, n, v) for n, v in arguments.items()}
-                for program in programs:
-                    interpreter.interpreter_builder.set_grid_idx(*program)
-                    function(**given)
-    except AttnLabError:
-        raise
-    except TooLong as error:
-        raise Unavailable(f"more than {_MOST_OPERATIONS} operations in one run") from error
-    except (Exception, RecursionError) as error:
-        raise Unavailable(_reason(error, files)) from error
-    return watch.seen
+    log, watch = RunLog(), _Watch(interpreter, frozenset(files))
+    with own_failures(), one_at_a_time():
+        function = watch.prepared(kernel).rewrite()
+        with language(interpreter, function, log, watch.prepared, Memory({}), watch):
+
+            def run(
+                arguments: Mapping[str, Any], grid: Sequence[int], programs: Sequence[tuple[int, int, int]]
+            ) -> Observation:
+                watch.begin(arguments)
+                log.budget = Budget(operations=_MOST_OPERATIONS)
+                try:
+                    with np.errstate(all="ignore"), own_failures():
+                        interpreter.interpreter_builder.set_grid_dim(*(*grid, 1, 1)[:3])
+                        given = {n: watch.argument(function, n, v) for n, v in arguments.items()}
+                        for program in programs:
+                            interpreter.interpreter_builder.set_grid_idx(*program)
+                            function(**given)
+                except AttnLabError:
+                    raise
+                except TooLong as error:
+                    why = f"more than {_MOST_OPERATIONS} operations in one run"
+                    raise Unavailable(why) from error
+                except Exception as error:
+                    raise Unavailable(_reason(error, files)) from error
+                return watch.seen
+
+            yield run
 
 
 def _reason(error: BaseException, files: Sequence[str]) -> str:
@@ -228,13 +230,15 @@ class _BlockPointer:
 class _Watch:
     """Patches of the language: the memory, exact integers, loops and block pointers."""
 
-    def __init__(
-        self, interpreter: Any, arguments: Mapping[str, Any], files: frozenset[str]
-    ) -> None:
+    def __init__(self, interpreter: Any, files: frozenset[str]) -> None:
         self._i, self._files, self.seen = interpreter, files, Observation()
         self._tensors: list[Tensor] = []
         self._address: dict[int, int] = {}
         self._rewritten: set[int] = set()
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Begin a run: give addresses to the tensors, and forget what was seen."""
+        self.seen, self._tensors, self._address = Observation(), [], {}
         for value in _flat(arguments.values()):
             if isinstance(value, Tensor) and id(value) not in self._address:
                 self._address[id(value)] = _FIRST + len(self._tensors) * _APART

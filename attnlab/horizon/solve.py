@@ -6,13 +6,13 @@ without the wrap and on a run with it, at neighbouring sizes.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.errors import Unavailable
 from attnlab.horizon.launch import Launch, programs
-from attnlab.horizon.machine import LIMIT, Access, Observation, Site, run
+from attnlab.horizon.machine import LIMIT, Access, Observation, Runner, Site, running
 
 _MOST = LIMIT - 1
 _BUDGET_S = 12.0  # processor time per kernel
@@ -68,10 +68,10 @@ class KernelHorizon:
 
 
 class Search:
-    """Runs of a launch at different sizes, each run once."""
+    """Runs of a launch at different sizes, each run once; ``names``: the parameters of the kernel."""
 
-    def __init__(self, function: Any, launch: Launch, files: list[str]) -> None:
-        self._function, self.launch, self._files = function, launch, files
+    def __init__(self, run: Runner, names: Sequence[str], launch: Launch) -> None:
+        self._run_programs, self._names, self.launch = run, names, launch
         self._known: dict[tuple[str, int], Observation | None] = {}
         self.runs = 0
         self._begin = time.process_time()
@@ -90,9 +90,8 @@ class Search:
         self.runs += 1
         if time.process_time() - self._begin > _BUDGET_S:
             raise Unavailable(f"not done after {_BUDGET_S:.0f} s of processor time")
-        arguments = {n: v for n, v in bound[0].items() if n in self._function.arg_names}
-        some = programs(bound[1], self.launch.tail)
-        seen = run(self._function, arguments, bound[1], some, self._files)
+        arguments = {n: v for n, v in bound[0].items() if n in self._names}
+        seen = self._run_programs(arguments, bound[1], programs(bound[1], self.launch.tail))
         return seen if seen.is_valid and (self.launch.is_assumed or not seen.outside) else None
 
     def statements(self) -> Iterator[Statement]:
@@ -202,9 +201,10 @@ def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) ->
     why = ""
     for launch in launches:
         try:
-            search = Search(kernel.function, launch, files)
-            base = search.at("", 0)
-            found = tuple(search.statements())
+            with running(function := kernel.function, files) as run:
+                search = Search(run, function.arg_names, launch)
+                base = search.at("", 0)
+                found = tuple(search.statements())
         except Unavailable as error:
             why = why or str(error)
             continue

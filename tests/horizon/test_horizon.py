@@ -10,6 +10,7 @@ from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.horizon.assumed import assumed_launches
 from attnlab.horizon.deployment import PRESETS, Deployment, read_deployment
 from attnlab.horizon.launch import Launch, evaluate, read_launches
+from attnlab.horizon.machine import running
 from attnlab.horizon.solve import KernelHorizon, Search, kernel_horizon
 from attnlab.horizon.source import load_kernels
 from attnlab.horizon.survey import LAUNCHES, survey
@@ -105,9 +106,10 @@ def test_a_grid_that_no_gpu_has_is_no_horizon() -> None:
     launch = replace(launch_of("row_product"), grid=(1, "rows"))
     kernels, files, _ = load_kernels(FILE)
     kernel = next(one for one in kernels if one.name == "row_product")
-    search = Search(kernel.function, launch, [str(path) for path in files])
-    assert search.at("rows", 65536) is None
-    assert list(search.statements()) == []
+    with running(kernel.function, [str(path) for path in files]) as run:
+        search = Search(run, kernel.function.arg_names, launch)
+        assert search.at("rows", 65536) is None
+        assert list(search.statements()) == []
 
 
 def test_a_launch_outside_of_its_tensors_is_refused() -> None:
