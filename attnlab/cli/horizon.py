@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidCase("op and kernel must not both be given", field="kernel")
     changes = {n: v for n in _FLAGS if (v := getattr(args, f"given_{n}")) is not None}
     deployment = read_deployment(args.deployment, changes) if args.deployment or changes else None
-    launches = [] if args.launch is None else read_launches(args.launch)
+    launches = [] if args.launch is None else [*read_launches(args.launch).values()]
     with progress("running the kernels") as update:
         found = survey(
             source_path(str(args.source)), op=f":{args.kernel}" if args.kernel else args.op, deployment=deployment,

@@ -193,15 +193,15 @@ def programs(grid: tuple[int, ...], tail: tuple[int, ...]) -> list[tuple[int, in
     return [(x, y, z) for x in axes[0] for y in axes[1] for z in axes[2]]
 
 
-def read_launches(path: Path) -> list[Launch]:
-    """Return the descriptions in a TOML file. Raises InvalidCase, in one line, for a wrong one."""
+def read_launches(path: Path) -> dict[str, Launch]:
+    """Return the descriptions in a TOML file by name. Raises InvalidCase, in one line, for a wrong one."""
     try:
         tables = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidCase(
             f"launch must be a TOML file, got {path}: {error}", field="launch"
         ) from error
-    return [_launch(name, tables, path) for name in tables]
+    return {name: _launch(name, tables, path) for name in tables}
 
 
 def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:

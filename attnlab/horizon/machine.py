@@ -84,7 +84,8 @@ class Tensor:
 class Access:
     """A load or store whose address or mask is not that of exact integers.
 
-    - ``kind``: "reads" or "writes", at another address; "reads what its mask excludes"; or "skips".
+    - ``kind``: "reads" or "writes", at another address; "reads what its mask excludes",
+      "skips", or "stores a wrapped number", which another kernel may use.
     - ``tensor``: the tensor that exact integers address; ``away``: bytes from there to the actual address.
     - ``lands``: the tensor at the actual address, "" for none.
     """
@@ -607,7 +608,17 @@ class _Watch:
         return self._i.TensorHandle(np.where(asked, values, unread).astype(dtype), element)
 
     def _store(self, pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
-        self._look("writes", pointers, mask)
+        addresses, asked = self._look("writes", pointers, mask)
+        exact, sources = value.attr.get("exact", (value, frozenset()))
+        if not sources or value.dtype.is_floating():
+            return
+        differ = asked & np.broadcast_to(exact.data != value.data, asked.shape)
+        if differ.any():
+            place = self._near(int(addresses[differ][0]))
+            kind = "stores a wrapped number"
+            self.seen.accesses.append(
+                Access(site=self._site(), kind=kind, tensor=place, away=0, lands=place, sources=sources)
+            )
 
     def _change(self, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         self._look("writes", pointers, mask)

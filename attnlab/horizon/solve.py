@@ -43,6 +43,8 @@ class Statement:
             return "no access uses the wrapped value"
         if self.access.kind == "skips":
             return f"skips elements of {self.access.tensor}"
+        if self.access.kind.startswith("stores"):
+            return f"{self.access.kind} in {self.access.tensor}"
         away = f"{abs(self.access.away) / 2**30:.3g} GiB {'before' if self.access.away < 0 else 'after'}"
         where = f", in {self.access.lands}" if self.access.lands else ", outside all tensors"
         if self.access.lands == self.access.tensor:

@@ -355,6 +355,7 @@ def kernel_files(source: Path) -> tuple[Path, list[Path]]:
 
     Raises InvalidCase if ``source`` is not a Python file, a wheel or a folder.
     """
+    source = source.resolve()
     if source.is_file() and source.suffix == ".py":
         return _root_of(source), [source]
     if source.is_file() and source.suffix == ".whl":

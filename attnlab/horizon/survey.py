@@ -183,7 +183,7 @@ def survey(
         raise InvalidCase(
             f"op must be part of the path or name of a kernel of {source}, got {op!r}", field="op"
         )
-    described = [*launches, *read_launches(LAUNCHES)]
+    described = [*launches, *read_launches(LAUNCHES).values()]
     tasks: list[_Task] = []
     for one in kernels:
         own = [launch for launch in described if launch.suits(one.shown, one.name)]

@@ -208,7 +208,7 @@ def test_an_expression_is_arithmetic_only(text: str) -> None:
 
 
 def test_attnlabs_own_descriptions_are_complete() -> None:
-    launches = read_launches(LAUNCHES)
+    launches = read_launches(LAUNCHES).values()
     assert len(launches) >= 12
     for one in launches:
         assert one.bind(one.sizes) is not None
