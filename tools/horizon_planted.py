@@ -1,12 +1,13 @@
-"""Remove an int64 cast from kernels of a library, and compare the horizon with arithmetic; write docs/horizon.json.
+"""Remove an int64 cast from kernels of a library, and compare the horizon with arithmetic.
 
 Usage: python tools/horizon_planted.py NAME FOLDER [--count 15] [--out docs/horizon.json]
 
-FOLDER is an unpacked wheel. Of each kernel, in the order of the files, the first cast is taken whose removal lets
-an int32 expression grow with a size. The expected size follows from three runs with small sizes, by a straight
-line through the largest values, and from the int64 values near it. A size at which the launch cannot exist is left
-out. Where the kernel as it is accesses nothing that far, its masks exclude the access, and silence is right. The plant is found if ``attnlab horizon`` states that size and a
-wrong access. The kernel as it is must be silent about the expression.
+FOLDER is an unpacked wheel. Of each kernel, in the order of the files, the first cast is taken whose removal
+lets an int32 expression grow with a size. The expected size follows from three runs with small sizes, by a
+straight line through the largest values, and from the int64 values near it: no wrap is needed for it. A size
+at which the launch cannot exist is left out. Where the kernel as it is accesses nothing that far, its masks
+exclude the access, and silence is right. The plant is found if a statement has that size and a wrong access.
+The kernel as it is must be silent about the expression.
 """
 
 import argparse
@@ -53,22 +54,33 @@ def _launch(kernel: Kernel, files: list[str]) -> Launch | None:
     return None
 
 
-def _peaks(kernel: Kernel, files: list[str], launch: Launch, size: str, value: int) -> dict[Site, int]:
+def _peaks(
+    kernel: Kernel, files: list[str], launch: Launch, size: str, value: int
+) -> dict[Site, int]:
     with running(kernel.function, files) as run:
-        search = Search(run, kernel.function.arg_names, replace(launch, sizes={**launch.sizes, size: value}))
+        search = Search(
+            run, kernel.function.arg_names, replace(launch, sizes={**launch.sizes, size: value})
+        )
         seen = search.at("", 0)
     return {} if seen is None else seen.peaks
 
 
 def _exact(kernel: Kernel, files: list[str], launch: Launch, site: Site, size: str, at: int) -> int:
-    """Return the first size near ``at`` at which the int64 value of an expression is 2^31; 0 for none."""
+    """Return the first size at which the int64 value of an expression is 2^31, near ``at``; 0 for none."""
     with running(kernel.function, files) as run:
         search = Search(run, kernel.function.arg_names, launch)
-        for value in range(max(1, at - 8), at + 9):
+
+        def is_past(value: int) -> bool:
             seen = search.at(size, value)
-            if seen is not None and seen.peaks.get(site, 0) >= LIMIT:
-                return value
-    return 0
+            return seen is not None and seen.peaks.get(site, 0) >= LIMIT
+
+        low, high = launch.sizes[size], at + 64
+        if high >= LIMIT or not is_past(high):
+            return 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_past(middle) else (middle, high)
+        return high
 
 
 def _is_used(kernel: Kernel, files: list[str], launch: Launch, size: str, value: int) -> bool:
@@ -91,8 +103,10 @@ def _is_used(kernel: Kernel, files: list[str], launch: Launch, size: str, value:
     return far[0] >= LIMIT
 
 
-def _expected(kernel: Kernel, files: list[str], launch: Launch, known: set[Any]) -> tuple[Site, str, int] | None:
-    """Return an expression that is not among ``known``, and the size at which it wraps, by a straight line."""
+def _expected(
+    kernel: Kernel, files: list[str], launch: Launch, known: set[Any]
+) -> tuple[Site, str, int] | None:
+    """Return an expression that is not among ``known``, and the size at which it wraps, by a line."""
     base = _peaks(kernel, files, launch, launch.sweep[0], launch.sizes[launch.sweep[0]])
     for size in launch.sweep:
         first = launch.sizes[size]
@@ -118,7 +132,10 @@ def _plants(path: Path, root: Path, name: str) -> Iterator[dict[str, Any]]:
     if launch is None:
         return
     sound = kernel_horizon(kernel, [launch], files)
-    known = {_key(site) for site in _peaks(kernel, files, launch, launch.sweep[0], launch.sizes[launch.sweep[0]])}
+    known = {
+        _key(site)
+        for site in _peaks(kernel, files, launch, launch.sweep[0], launch.sizes[launch.sweep[0]])
+    }
     lines = text.splitlines(keepends=True)
     begin, end = kernel.node.lineno - 1, kernel.node.end_lineno or kernel.node.lineno
     for at in range(begin, end):
@@ -131,7 +148,7 @@ def _plants(path: Path, root: Path, name: str) -> Iterator[dict[str, Any]]:
             expected = _expected(planted, files, launch, known)
             if expected is None:
                 continue
-            site, size, value = expected
+            _, size, value = expected
             found = kernel_horizon(planted, [replace(launch, sweep=(size,))], files)
             path.write_text(text)
             is_used = _is_used(*_kernel(path, root, name), launch, size, value)
@@ -149,9 +166,13 @@ def _row(
     size: str, value: int,
 ) -> dict[str, Any]:  # fmt: skip
     site = expected[0]
-    stated = next((one for one in found.statements if one.site == site), None)
+    same = [
+        one for one in found.statements if one.site.text == site.text
+    ]  # it may occur on more lines
+    stated = min(same, key=lambda one: (one.wrong_at is None, one.site != site), default=None)
     return {
-        "file": kernel.shown, "kernel": kernel.name, "cast": line, "line": site.line, "expression": site.text, "size": size,
+        "file": kernel.shown, "kernel": kernel.name, "cast": line, "line": site.line,
+        "expression": site.text, "size": size,
         "expected": value, "stated": stated and stated.wraps_at, "wrong_at": stated and stated.wrong_at,
         "sound_is_silent": all(_key(one.site) != _key(site) for one in sound.statements),
     }  # fmt: skip
@@ -192,8 +213,11 @@ def main() -> None:
     masked = [row for row in rows if not row["is_used"]]
     silent = sum(row["sound_is_silent"] for row in rows)
     quiet = sum(row["wrong_at"] is None for row in masked)
-    print(f"{right} of {len(used)} found, {silent} of {len(rows)} sound kernels silent, {quiet} of {len(masked)} "
-          f"with masks silent, {time.process_time() - begin:.0f} s")
+    print(
+        f"{right} of {len(used)} found, {silent} of {len(rows)} sound kernels silent, "
+        f"{quiet} of {len(masked)} "
+        f"with masks silent, {time.process_time() - begin:.0f} s"
+    )
     if args.out is not None:
         known = json.loads(args.out.read_text()) if args.out.exists() else {}
         known.setdefault("planted", {})[args.name] = rows

@@ -2,9 +2,9 @@
 
 Usage: python tools/horizon_published.py FOLDER [--out docs/horizon.json]
 
-FOLDER has one folder for each source, as :data:`CASES` names them: unpacked wheels of PyPI (sglang, fla-core,
-the attention ops of vLLM), and checkouts of SageAttention, mamba and exllamav3. Where no fixed version exists,
-the change that the thread proposes is made in a copy, or the index tensor is int64.
+FOLDER has one folder for each source, as :data:`CASES` names them: unpacked wheels of PyPI (sglang,
+fla-core, the attention ops of vLLM), and checkouts of SageAttention, mamba and exllamav3. Where no fixed
+version exists, the change that the thread proposes is made in a copy, or the index tensor is int64.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from attnlab.horizon.survey import LAUNCHES
 class Published:
     """A published fault: its thread, what is run, and the smallest wrong size that the thread implies.
 
-    - ``fault``, ``fixed``: files below the folder; ``edits``: text that makes the fixed version of the faulty.
+    - ``fault``, ``fixed``: files below the folder; ``edits``: text that makes the faulty version sound.
     - ``sizes``: sizes of the thread; ``arguments``: arguments of the fixed run that differ.
     - ``expected``: the first wrong size; None where the thread has no number; ``says``: the thread's words.
     """
@@ -63,28 +63,34 @@ CASES = (
     Published(
         thread="fla #1080", launch="fla_scaled_dot_kkt", size="tokens", expected=17477,
         fault="fla_core-0.5.0/fla/ops/common/chunk_scaled_dot_kkt.py",
-        fixed="fla_core-0.6.0/fla/ops/common/chunk_scaled_dot_kkt.py", says="batch 16: 17,476 right, 17,477 wrong",
+        fixed="fla_core-0.6.0/fla/ops/common/chunk_scaled_dot_kkt.py",
+        says="batch 16: 17,476 right, 17,477 wrong",
     ),
     Published(
         thread="mamba #1015", launch="mamba_chunk_cumsum", size="tokens", expected=61313,
-        fault="mamba/mamba_ssm/ops/triton/ssd_chunk_state.py", says="about 61K tokens, Nemotron 3 Ultra",
+        fault="mamba/mamba_ssm/ops/triton/ssd_chunk_state.py",
+        says="about 61K tokens, Nemotron 3 Ultra",
         edits=(("tl.program_id(axis=0)\n", "tl.program_id(axis=0).to(tl.int64)\n"),
                ("tl.program_id(axis=1)\n", "tl.program_id(axis=1).to(tl.int64)\n")),
     ),
     Published(
-        thread="vllm #47671", launch="vllm_decode_grouped", size="blocks", expected=7768, sizes={"block_size": 480},
+        thread="vllm #47671", launch="vllm_decode_grouped", size="blocks", expected=7768,
+        sizes={"block_size": 480},
         fault="vllm-0.24.0/vllm/v1/attention/ops/triton_decode_attention.py",
-        fixed="vllm-0.33.0/vllm/v1/attention/ops/triton_decode_attention.py", says="pages above about 7.7k of 480 × 576",
+        fixed="vllm-0.33.0/vllm/v1/attention/ops/triton_decode_attention.py",
+        says="pages above about 7.7k of 480 × 576",
     ),
     Published(
         thread="SageAttention #386", launch="sage_quant_query", size="tokens", expected=99866,
-        fault="SageAttention/sageattention/triton/quant_per_thread.py", says="99,866 and more tokens, 56 heads of 128",
+        fault="SageAttention/sageattention/triton/quant_per_thread.py",
+        says="99,866 and more tokens, 56 heads of 128",
         edits=tuple((f"tl.program_id({i})", f"tl.program_id({i}).to(tl.int64)") for i in range(3)),
     ),
     Published(
         thread="exllamav3 #263", launch="exllamav3_prefill", size="tokens", expected=262145,
         fault="exllamav3-before-263/exllamav3/modules/attention_fn/triton_paged.py",
-        fixed="exllamav3-263/exllamav3/modules/attention_fn/triton_paged.py", says="262,144 rows of 32 heads of 256",
+        fixed="exllamav3-263/exllamav3/modules/attention_fn/triton_paged.py",
+        says="262,144 rows of 32 heads of 256",
     ),
 )  # fmt: skip
 
@@ -98,7 +104,9 @@ def _horizon(file: Path, launch: Launch) -> KernelHorizon:
 def _wrong(found: KernelHorizon) -> list[tuple[int, Any]]:
     if found.why:
         raise SystemExit(f"{found.kernel}: {found.why}")
-    return sorted(((one.wrong_at, one) for one in found.statements if one.wrong_at), key=lambda pair: pair[0])
+    return sorted(
+        ((one.wrong_at, one) for one in found.statements if one.wrong_at), key=lambda pair: pair[0]
+    )
 
 
 def run(folder: Path, cases: tuple[Published, ...] = CASES) -> Iterator[dict[str, Any]]:
@@ -137,7 +145,9 @@ def main() -> None:
         print(row)
     if args.out is not None:
         known = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps({**known, "published": rows}, indent=1, ensure_ascii=False) + "\n")
+        args.out.write_text(
+            json.dumps({**known, "published": rows}, indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 if __name__ == "__main__":

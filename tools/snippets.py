@@ -137,7 +137,9 @@ RULES = (
     Rule(
         pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
     ),
-    Rule(pattern=r"horizon (sglang|my_)", reason="needs files; tests/horizon has kernels of its own"),
+    Rule(
+        pattern=r"horizon (sglang|my_)", reason="needs files; tests/horizon has kernels of its own"
+    ),
     Rule(pattern=r"^attnlab horizon 0", reason="", added="", marker="releases"),
     Rule(pattern=r"^attnlab matrix --platform", reason="", added="", marker="slow"),
     Rule(pattern=r"^attnlab (bench|claims)( --json)?$", reason="", added="", marker="slow"),

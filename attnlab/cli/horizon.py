@@ -12,7 +12,8 @@ from attnlab.cli.command import Command, print_json, progress, show
 _FLAGS = {
     "heads": "query heads", "kv_heads": "KV heads", "head_size": "elements of a key", "layers": "layers",
     "block_size": "tokens of a block", "gpu_memory": "GB of the GPU's memory",
-    "max_context": "tokens of a sequence", "batched_tokens": "tokens of a step", "seqs": "sequences of a step",
+    "max_context": "tokens of a sequence", "batched_tokens": "tokens of a step",
+    "seqs": "sequences of a step",
     "cache_bytes": "bytes of an element of the cache",
 }  # fmt: skip
 
@@ -39,7 +40,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("the deployment")
     group.add_argument(
-        "--deployment", default="", metavar="FILE", help="a preset (--deployment list prints them) or a TOML file",
+        "--deployment", default="", metavar="FILE",
+        help="a preset (--deployment list prints them) or a TOML file",
     )  # fmt: skip
     for name, text in _FLAGS.items():
         group.add_argument(
@@ -66,7 +68,8 @@ def _run(args: argparse.Namespace) -> int:
     launches = [] if args.launch is None else [*read_launches(args.launch).values()]
     with progress("running the kernels") as update:
         found = survey(
-            source_path(str(args.source)), op=f":{args.kernel}" if args.kernel else args.op, deployment=deployment,
+            source_path(str(args.source)), op=f":{args.kernel}" if args.kernel else args.op,
+            deployment=deployment,
             launches=launches, is_assuming=not args.described,
             on_step=lambda done, total: update(done=done, total=total),
         )  # fmt: skip
@@ -90,10 +93,10 @@ COMMAND = Command(
         "attnlab horizon sglang-0.5.23.whl --op extend_attention --batched-tokens 262144 --html horizon.html",
         "attnlab horizon my_kernels.py --launch my_launches.toml",
     ),
-    exit_codes="0 the deployment reaches no horizon, or none was given; 1 it reaches one; 3 it reaches none, but "
-    "a kernel could not be run",
+    exit_codes="0 the deployment reaches no horizon, or none was given; 1 it reaches one; 3 it reaches none, "
+    "but a kernel could not be run",
     add_flags=_add_flags,
     run=_run,
-    notes="Nothing is allocated. A kernel whose launch is not described is run with a launch that attnlab guesses "
-    "from its text; its sizes are in the table, and it is never counted as reached.",
+    notes="Nothing is allocated. A kernel whose launch is not described is run with a launch that attnlab "
+    "guesses from its text; its sizes are in the table, and it is never counted as reached.",
 )

@@ -21,7 +21,8 @@ _FLOAT = re.compile(
     r"factor|momentum|prob|fp8_m|limit|weight_decay|penalty|^lr$|^p$",
     re.IGNORECASE,
 )
-_FLOAT_CONSTANT = re.compile(r"scale$|eps|cap$|fp8_m(in|ax)|theta|slope|_max_val|clamp|log2e|r?ln2|alpha|beta",
+_FLOAT_CONSTANT = re.compile(
+    r"scale$|eps|cap$|fp8_m(in|ax)|theta|slope|_max_val|clamp|log2e|r?ln2|alpha|beta",
     re.IGNORECASE,
 )  # fmt: skip
 _INTEGERS = re.compile(
@@ -39,8 +40,10 @@ _CONSTANTS = (
     (r"NUM|^N_|^N$|COUNT|TOPK", 4), (r"bits", 8), (r"", 16),
 )  # fmt: skip
 _SCALARS = (
-    (r"stride.*head|stride.*h$", 128), (r"stride.*(_d|_k|dim|csize|state|elem\w*|last|[^a]d)$", 1), (r"stride", 4096),
-    (r"head_?(size|dim)|^D$|dim$", 128), (r"^H[QV]?$|heads?$", 8), (r"group|ratio", 4), (r"page|block_size|chunk", 64),
+    (r"stride.*head|stride.*h$", 128),
+    (r"stride.*(_d|_k|dim|csize|state|elem\w*|last|[^a]d)$", 1), (r"stride", 4096),
+    (r"head_?(size|dim)|^D$|dim$", 128), (r"^H[QV]?$|heads?$", 8), (r"group|ratio", 4),
+    (r"page|block_size|chunk", 64),
     (r"len|tokens|^[TMNLS]$|numel|n_elem|size|rows|cols|hidden|vocab", 1024), (r"", 64),
 )  # fmt: skip
 _WHOLE = 1 << 44  # elements of a tensor: as many as addresses allow

@@ -21,7 +21,7 @@ class Deployment:
 
     - ``head_size``: of a key; with multi-head latent attention that of the latent vector, and ``kv_heads`` 1.
     - ``max_context``, ``batched_tokens``: tokens of a sequence and of a step; ``seqs``: sequences of a step.
-    - ``gpu_memory``: GB (10^9 bytes). All of it may hold the cache, so the number of blocks is an upper limit.
+    - ``gpu_memory``: GB (10^9 bytes). All of it may hold the cache: the number of blocks is an upper limit.
     - ``cache_bytes``: bytes of an element of the cache; ``block_size``: tokens of a block.
     """
 

@@ -42,8 +42,8 @@ _KEYS = {
     "within",
 }
 _NODES = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name, ast.Constant, ast.Attribute,
-    ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.List, ast.Tuple,
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name, ast.Constant,
+    ast.Attribute,     ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.List, ast.Tuple,
 )  # fmt: skip
 GRID = (
     LAST_X := (1 << 31) - 1,
@@ -231,5 +231,6 @@ def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:
     return Launch(
         kernel=table.get("kernel", name), file=table.get("file", ""), sizes=sizes, grid=tuple(table["grid"]),
         arguments=table["arguments"], sweep=tuple(table.get("sweep", sizes)), most=table.get("most", {}),
-        tail=tuple(table.get("tail", (1, 1, 1))), needs=table.get("needs", ""), within=table.get("within", {}),
+        tail=tuple(table.get("tail", (1, 1, 1))), needs=table.get("needs", ""),
+        within=table.get("within", {}),
     )  # fmt: skip

@@ -3,8 +3,8 @@
 The language is Triton's interpreter. A tensor has an address and a size, but no memory: a load returns what
 the launch states for index tensors, and 1 for data; a store only has an address. So one program costs the
 same for any size. Each int32 sum, difference, product, shift and conversion is also computed in int64. Where
-both differ the value has wrapped, and the int64 value goes along with it, until an address or a mask shows whether
-the difference matters.
+both differ the value has wrapped, and the int64 value goes along with it, until an address or a mask shows
+whether the difference matters.
 
 Of a loop, the first three and the last two iterations run. A variable that each of the first three changes by
 the same amount is moved on by the iterations that are left out.
@@ -136,7 +136,9 @@ def running(kernel: Any, files: Sequence[str]) -> Iterator[Runner]:
         with language(interpreter, function, log, watch.prepared, Memory({}), watch):
 
             def run(
-                arguments: Mapping[str, Any], grid: Sequence[int], programs: Sequence[tuple[int, int, int]]
+                arguments: Mapping[str, Any],
+                grid: Sequence[int],
+                programs: Sequence[tuple[int, int, int]],
             ) -> Observation:
                 watch.begin(arguments)
                 log.budget = Budget(operations=_MOST_OPERATIONS)
@@ -371,7 +373,8 @@ class _Watch:
 
         for name, function in {
             "load": loaded, "store": stored, "make_block_ptr": make, "advance": advance,
-            "device_assert": _nothing, "device_print": _nothing, "assume": _nothing, "debug_barrier": _nothing,
+            "device_assert": _nothing, "device_print": _nothing, "assume": _nothing,
+            "debug_barrier": _nothing,
         }.items():  # fmt: skip
             if hasattr(tl, name) or name == "advance":
                 _set(scope, tl, name, function)
@@ -404,7 +407,7 @@ class _Watch:
     def patch_builder(self, scope: Any) -> None:
         """Patch the operations."""
         builder = self._i.InterpreterBuilder
-        skipped = "load|store|atomic|program|range|print|assert|assume|barrier|dot|histogram|descriptor|asm|extern"
+        skipped = "load|store|atomic|program|range|print|assert|assume|barrier|dot|histogram|descr|asm|extern"
         for name in dir(builder):
             if name.startswith("create_") and not re.search(skipped, name):
                 scope.set_attr(builder, name, self._following(getattr(builder, name)))
@@ -617,7 +620,9 @@ class _Watch:
             place = self._near(int(addresses[differ][0]))
             kind = "stores a wrapped number"
             self.seen.accesses.append(
-                Access(site=self._site(), kind=kind, tensor=place, away=0, lands=place, sources=sources)
+                Access(
+                    site=self._site(), kind=kind, tensor=place, away=0, lands=place, sources=sources
+                )
             )
 
     def _change(self, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:

@@ -21,7 +21,7 @@ _MOST_LINES = 8
 
 
 def margins(rows: list[Row], deployment: Deployment) -> dict[str, list[tuple[int, float]]]:
-    """Return (context length, margin) by expression: the horizon divided by the size that the context needs."""
+    """Return (context length, margin) by expression: the horizon over the size that the context needs."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         one = row.statement

@@ -54,7 +54,7 @@ class Row:
         needed = {one.size: one.wrong_at} | {
             n: evaluate(t, sizes) for n, t in launch.within.items()
         }
-        return max(value / self.limits[name] for name, value in needed.items())
+        return float(max(value / self.limits[name] for name, value in needed.items()))
 
     @property
     def is_reached(self) -> bool:
@@ -185,16 +185,19 @@ def survey(
         )
     described = [*launches, *read_launches(LAUNCHES).values()]
     tasks: list[_Task] = []
+    refused: list[InvalidCase] = []
     for one in kernels:
         own = [launch for launch in described if launch.suits(one.shown, one.name)]
-        try:
-            fitted = [launch.at({} if deployment is None else deployment.sizes) for launch in own]
-        except InvalidCase:
-            if op:
-                raise
-            fitted = []
-        if fitted or is_assuming:
-            tasks += [(one, [launch], False) for launch in fitted] or [(one, [], True)]
+        for launch in own:
+            try:
+                sizes = {} if deployment is None else deployment.sizes
+                tasks.append((one, [launch.at(sizes)], False))
+            except InvalidCase as error:  # the library takes another kernel for this deployment
+                refused.append(error)
+        if not own and is_assuming:
+            tasks.append((one, [], True))
+    if refused and not tasks:
+        raise refused[0]
     paths = [str(path) for path in files]
     found, seconds = _run(tasks, paths, on_step)
     seconds += time.process_time() - begin

@@ -1,4 +1,4 @@
-"""Kernels whose horizons are known by arithmetic: each wraps, or does not, for the reason that its name gives."""
+"""Kernels whose horizons are known by arithmetic; each name says why it wraps, or does not."""
 
 import triton
 import triton.language as tl

@@ -48,7 +48,9 @@ CASES: dict[str, tuple[dict[str, Any], str, int | None]] = {
 def launch_of(name: str) -> Launch:
     more, grid, _ = CASES[name]
     arguments = {**ROWS, **more}
-    return Launch(kernel=name, sizes={"rows": 60}, grid=(grid,), arguments=arguments, sweep=("rows",))
+    return Launch(
+        kernel=name, sizes={"rows": 60}, grid=(grid,), arguments=arguments, sweep=("rows",)
+    )
 
 
 def horizon_of(name: str, launch: Launch) -> KernelHorizon:
@@ -131,7 +133,7 @@ def test_assumed_launches_find_the_wrap_and_are_never_reached() -> None:
     found = survey(FILE, op=":row_product", deployment=Deployment())
     assert {row.statement.size for row in found.rows} >= {"stride"}
     assert found.reached == []
-    kernels, files, _ = load_kernels(FILE)
+    kernels, _, _ = load_kernels(FILE)
     page = next(one for one in kernels if one.name == "page")
     launch = next(assumed_launches(page))
     assert launch.arguments["table"].startswith("int32[")
@@ -149,13 +151,17 @@ def test_a_deployment_reaches_a_described_horizon_or_not() -> None:
         (row,) = found.rows
         assert row.margin == (FIRST + 1) / tokens
     within = replace(launch, within={"tokens": "2 * tokens"})
-    found = survey(FILE, op=":row_product", deployment=Deployment(batched_tokens=FIRST + 1), launches=[within])
+    found = survey(
+        FILE, op=":row_product", deployment=Deployment(batched_tokens=FIRST + 1), launches=[within]
+    )
     assert found.exit_code == 0
 
 
 def test_a_deployment_that_does_not_fit_the_op_is_one_line() -> None:
     launch = replace(launch_of("row_product"), needs="rows < 50")
-    with pytest.raises(InvalidCase, match="must fit row_product, which needs rows < 50, got rows 60"):
+    with pytest.raises(
+        InvalidCase, match="must fit row_product, which needs rows < 50, got rows 60"
+    ):
         survey(FILE, op=":row_product", deployment=Deployment(), launches=[launch])
 
 

@@ -11,7 +11,7 @@ from attnlab.kernels.cache_folder import private_folder
 from attnlab.kernels.vllm.source import fetch_ops
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
-from horizon_published import CASES, Published, run  # noqa: E402
+from horizon_published import CASES, Published, run
 
 sys.path.pop(0)
 
@@ -23,7 +23,16 @@ def unpacked(name: str, package: str, version: str) -> Path:
     """Return a folder with the Python files of a wheel, downloaded once."""
     folder = private_folder("horizon-tests", name)
     if not (folder / ".complete").exists():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+        ]
         subprocess.run([*command, "--dest", str(folder), f"{package}=={version}"], check=True)
         for wheel in folder.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
@@ -38,7 +47,11 @@ def sources(case: Published, place: Path) -> Path:
     for name in {one.partition("/")[0] for one in (case.fault, case.fixed) if one}:
         package, _, version = name.rpartition("-")
         if not (place / name).exists():
-            found = fetch_ops(version) if package == "vllm" else unpacked(name, PACKAGES[package], version)
+            found = (
+                fetch_ops(version)
+                if package == "vllm"
+                else unpacked(name, PACKAGES[package], version)
+            )
             (place / name).symlink_to(found)
     return place
 
