@@ -34,7 +34,7 @@ FOLDERS = (
     "study",
     "cli",
 )
-MAX_ENTRIES = 21
+MAX_ENTRIES = 22
 MAX_LINES = 900
 MAX_FILES = 25  # of one folder
 
