@@ -27,12 +27,13 @@ FOLDERS = (
     "checker",
     "show",
     "reports",
+    "horizon",
     "recorder",
     "replay",
     "serving",
     "cli",
 )
-MAX_ENTRIES = 21
+MAX_ENTRIES = 22
 MAX_LINES = 900
 MAX_FILES = 25  # of one folder
 

@@ -140,6 +140,10 @@ RULES = (
     Rule(pattern=r"fetch --ops 0", reason="downloads 1 MB; the commands after it use it"),
     Rule(pattern=r"^attnlab demo", reason="", added="", marker="slow"),
     Rule(pattern=r"diagnose --no-location --source", reason="", added="", marker="releases"),
+    Rule(
+        pattern=r"horizon (sglang|my_)", reason="needs files; tests/horizon has kernels of its own"
+    ),
+    Rule(pattern=r"^attnlab horizon 0", reason="", added="", marker="releases"),
     Rule(pattern=r"^attnlab matrix --platform", reason="", added="", marker="slow"),
     Rule(pattern=r"^attnlab claims( --json)?$", reason="", added="", marker="slow"),
     Rule(

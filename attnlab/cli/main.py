@@ -24,6 +24,7 @@ from attnlab.cli import (
     demo,
     diagnose,
     env,
+    horizon,
     investigate,
     matrix,
     merge,
@@ -44,7 +45,7 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
         (run.DECODE_ERROR_COMMAND, run.EXPLAIN_COMMAND, matrix.COMMAND, power.COMMAND),
     ),
     ("a call", (diagnose.COMMAND, replay.REPLAY_COMMAND, replay.SHRINK_COMMAND, xray.COMMAND)),
-    ("a kernel or a library", (check.COMMAND, releases.COMMAND, merge.COMMAND)),
+    ("a kernel or a library", (check.COMMAND, horizon.COMMAND, releases.COMMAND, merge.COMMAND)),
     ("a server", (capture.COMMAND,)),
     ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.WRITES_COMMAND)),
     ("this investigation", (investigate.INVESTIGATE_COMMAND, investigate.CLAIMS_COMMAND)),
@@ -71,10 +72,7 @@ class _Main(Parser):
         """Return every command with its purpose."""
         parts = [f"usage: attnlab COMMAND [OPTIONS]\n\n{self.description}"]
         for title, group in GROUPS:
-            shown = [
-                (one, "run the test with it; its section says why it fails")
-                for one in _OTHER.get(title, ())
-            ]
+            shown = [*_OTHER.get(title, {}).items()]
             shown += [(one.name, _purpose(one)) for one in group if one in COMMANDS]
             parts.append("\n".join([f"{title}:", *(f"  {name:<17}{text}" for name, text in shown)]))
         return "\n\n".join(parts) + f"\n\n{self.epilog}\n"

@@ -3,7 +3,6 @@
 import argparse
 import base64
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
