@@ -195,9 +195,14 @@ MERGE_LAWS: dict[str, Scales] = {
     ),
     "the smaller log-sum-exp is subtracted in place of the larger": _scaled(top="min"),
     "the log-sum-exp of the suffix is subtracted in the weight of the prefix, or the exponent of the "
-    "weight of the suffix is doubled: both give the same weights": _scaled(suffix=2.0),
-    "the log-sum-exp of the prefix is subtracted in the weight of the suffix, or the exponent of the "
-    "weight of the prefix is doubled: both give the same weights": _scaled(prefix=2.0),
+    "weight of the suffix is doubled: both give the same weights": lambda lse: _shares(
+        lse[0] - lse[1], lse[1] - lse.amax(0)
+    ),
+    "the log-sum-exp of the prefix is subtracted in the weight of the suffix, or, if no prefix is "
+    "empty, the exponent of the weight of the prefix is doubled": lambda lse: _shares(
+        lse[0] - lse.amax(0), lse[1] - lse[0]
+    ),
+    "the exponent of the weight of the prefix is doubled": _scaled(prefix=2.0),
     "the shifted log-sum-exp of the prefix is subtracted in the weight of the suffix": (
         lambda lse: _shares(lse[0] - lse.amax(0), lse[1] - (lse[0] - lse.amax(0)))
     ),
