@@ -161,9 +161,7 @@ MERGE_LAWS: dict[str, Scales] = {
     "exp2 is used instead of exp in the weight of the suffix": _scaled(suffix=_LN_2),
     "exp2 is used instead of exp in the weights of both parts": _scaled(_LN_2, _LN_2),
     "the exponent of the weight of the prefix is halved": _scaled(prefix=0.5),
-    "the exponent of the weight of the prefix is doubled": _scaled(prefix=2.0),
     "the exponent of the weight of the suffix is halved": _scaled(suffix=0.5),
-    "the exponent of the weight of the suffix is doubled": _scaled(suffix=2.0),
     "the exponents of both weights are halved": _scaled(0.5, 0.5),
     "the exponents of both weights are doubled": _scaled(2.0, 2.0),
     "the exponents of both weights are multiplied by log2(e)": _scaled(1 / _LN_2, 1 / _LN_2),
@@ -196,12 +194,15 @@ MERGE_LAWS: dict[str, Scales] = {
         torch.stack([1 - (lse - lse.amax(0)).exp()[1], _scaled()(lse)[1]])
     ),
     "the smaller log-sum-exp is subtracted in place of the larger": _scaled(top="min"),
-    "the log-sum-exp of the suffix is subtracted in the weight of the prefix": lambda lse: _shares(
+    "the log-sum-exp of the suffix is subtracted in the weight of the prefix, or the exponent of the "
+    "weight of the suffix is doubled: both give the same weights": lambda lse: _shares(
         lse[0] - lse[1], lse[1] - lse.amax(0)
     ),
-    "the log-sum-exp of the prefix is subtracted in the weight of the suffix": lambda lse: _shares(
+    "the log-sum-exp of the prefix is subtracted in the weight of the suffix, or, if no prefix is "
+    "empty, the exponent of the weight of the prefix is doubled": lambda lse: _shares(
         lse[0] - lse.amax(0), lse[1] - lse[0]
     ),
+    "the exponent of the weight of the prefix is doubled": _scaled(prefix=2.0),
     "the shifted log-sum-exp of the prefix is subtracted in the weight of the suffix": (
         lambda lse: _shares(lse[0] - lse.amax(0), lse[1] - (lse[0] - lse.amax(0)))
     ),
