@@ -70,11 +70,11 @@ def draw_find() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page.write(file := Path(folder) / "find.html")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        view = browser.new_page(viewport={"width": 920, "height": 900}, device_scale_factor=1.5)
+        view = browser.new_page(viewport={"width": 1000, "height": 900}, device_scale_factor=1.5)
         view.goto(file.as_uri())
         bottom = view.locator("figure").last.bounding_box()
         height = bottom["y"] + bottom["height"]
-        clip = {"x": 0, "y": 0, "width": 920, "height": height}
+        clip = {"x": 0, "y": 0, "width": 1000, "height": height}
         view.screenshot(path=ROOT / "docs" / "find.png", clip=clip, full_page=True)
         browser.close()
 

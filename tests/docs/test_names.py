@@ -25,6 +25,7 @@ OTHER_FILES = {
 FOREIGN = {
     *("--quiet", "--editable", "--write", "--check", "--numprocesses"),  # pip, pytest, tools/
     "--wheel",  # tools/vllm_tests.py
+    "--from",  # uvx
     *("--enforce-eager", "--compilation-config"),  # vllm serve
     *("--head", "--port", "--address"),  # ray start
 }

@@ -204,7 +204,8 @@ def test_a_file_can_import_its_neighbours(tmp_path):
     (tmp_path / "later_neighbour.py").write_text("f = 1\n")
     file = tmp_path / "mine.py"
     file.write_text("def f(call):\n    import neighbour_of_mine\n    call.output.zero_()\n")
-    assert attnlab.run(attnlab.Case(**SMALL), backend=f"{file}:f").status == "mismatch"
+    case = Case(**{**SMALL, "backend": f"{file}:f"})
+    assert Lab().run(case).status == "mismatch"
 
 
 def test_an_entry_point(monkeypatch, tmp_path):
