@@ -132,7 +132,10 @@ RULES = (
         pattern=r"backend rocm|--rocm",
         reason="compiles vLLM's kernels; tests/kernels/rocm runs them",
     ),
-    Rule(pattern=r"writes --source", reason="compiles vLLM's kernels; tests/lab/writes runs them"),
+    Rule(
+        pattern=r"writes --source",
+        reason="compiles vLLM's kernels; tests/lab/test_cuda_write.py does",
+    ),
     Rule(pattern=r"fetch (--sdist )?0", reason="downloads up to 500 MB"),
     Rule(
         pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
