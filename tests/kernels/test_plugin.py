@@ -13,7 +13,6 @@ import torch
 from helpers.plugins import EXAMPLES, RIGHT, planted
 from helpers.sources import needs_triton
 
-import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.flags import typed
