@@ -18,7 +18,7 @@ from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, One
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
-    BackendName: ["nonsense", "", 1, True, None, ["x"], "mine.py", "mine.py:", "plugin:", "a:b"],
+    BackendName: ["nonsense", "", 1, True, None, ["x"], "mine.py", "mine.py:", "plugin:", "a b:c"],
     OneOf: ["nonsense", "", 1, True, None, ["x"], 2.0],
     Int: [
         True,
