@@ -112,7 +112,12 @@ class Kernel:
     @property
     def function(self) -> Any:
         """Return the interpreted function. Raises Unavailable if it cannot be made."""
-        found = self.file.namespace.get(self.name)
+        try:
+            found = self.file.namespace.get(self.name)
+        except Exception as error:  # the file's own code ran
+            raise Unavailable(
+                f"{self.name} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
         if found is None or isinstance(found, Missing):
             raise Unavailable(f"{self.name} cannot be loaded")
         return found
@@ -266,7 +271,9 @@ class Namespace(dict):  # type: ignore[type-arg]
                 if isinstance(node, ast.Name) and node.id in self._file.definitions:
                     self.prepare(node.id)
         made = self._file.make(name)
-        if getattr(made, "__triton_builtin__", False):  # an alias, such as exp2 = tl.exp2
+        if (
+            callable(made) and getattr(made, "__triton_builtin__", False) is True
+        ):  # an alias, such as exp2 = tl.exp2
             made = _bound(made)
         self[name] = made
 
