@@ -7,22 +7,29 @@ from pathlib import Path
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import HTML, check_output_file
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import Command, progress, put
 
 _FLAGS = {
-    "heads": "query heads", "kv_heads": "KV heads", "head_size": "elements of a key", "layers": "layers",
-    "block_size": "tokens of a block", "gpu_memory": "GB of the GPU's memory",
-    "max_context": "tokens of a sequence", "batched_tokens": "tokens of a step",
+    "heads": "query heads",
+    "kv_heads": "KV heads",
+    "head_size": "elements of a key",
+    "layers": "layers",
+    "block_size": "tokens of a block",
+    "gpu_memory": "GB of the GPU's memory",
+    "max_context": "tokens of a sequence",
+    "batched_tokens": "tokens of a step",
     "seqs": "sequences of a step",
     "cache_bytes": "bytes of an element of the cache",
-}  # fmt: skip
+}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="SOURCE", type=Path,
+        "source",
+        metavar="SOURCE",
+        type=Path,
         help="a Python file with kernels, a folder, a wheel, or a downloaded release of vLLM such as 0.33.0",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--op", default="", metavar="TEXT", help="only kernels whose path:name contains this text"
     )
@@ -40,9 +47,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("the deployment")
     group.add_argument(
-        "--deployment", default="", metavar="FILE",
+        "--deployment",
+        default="",
+        metavar="FILE",
         help="a preset (--deployment list prints them) or a TOML file",
-    )  # fmt: skip
+    )
     for name, text in _FLAGS.items():
         group.add_argument(
             f"--{name.replace('_', '-')}", type=int, dest=f"given_{name}", metavar="N", help=text
@@ -53,34 +62,36 @@ def _run(args: argparse.Namespace) -> int:
     if args.html is not None:
         check_output_file(args.html, "html", HTML)
 
+    if args.op and args.kernel:
+        raise InvalidCase("op and kernel must not both be given", field="kernel")
     from attnlab.horizon.deployment import PRESETS, read_deployment
-    from attnlab.horizon.launch import read_launches
-    from attnlab.horizon.survey import survey
     from attnlab.kernels.vllm.source import source_path
 
     if args.deployment == "list":
         print("\n".join(PRESETS))
         return 0
-    if args.op and args.kernel:
-        raise InvalidCase("op and kernel must not both be given", field="kernel")
+    source = source_path(str(args.source))
     changes = {n: v for n in _FLAGS if (v := getattr(args, f"given_{n}")) is not None}
     deployment = read_deployment(args.deployment, changes) if args.deployment or changes else None
+
+    from attnlab.horizon.launch import read_launches
+    from attnlab.horizon.survey import survey
+
     launches = [] if args.launch is None else [*read_launches(args.launch).values()]
     with progress("running the kernels") as update:
         found = survey(
-            source_path(str(args.source)), op=f":{args.kernel}" if args.kernel else args.op,
+            source,
+            op=f":{args.kernel}" if args.kernel else args.op,
             deployment=deployment,
-            launches=launches, is_assuming=not args.described,
+            launches=launches,
+            is_assuming=not args.described,
             on_step=lambda done, total: update(done=done, total=total),
-        )  # fmt: skip
+        )
     if args.html is not None:
         from attnlab.horizon.page import write_survey
 
         write_survey(args.html, found, shlex.join(["attnlab", "horizon", *sys.argv[2:]]))
-    if args.json:
-        print_json(found.to_dict())
-    else:
-        show(found)
+    put(found, args.json)
     return found.exit_code
 
 

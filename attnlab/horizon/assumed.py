@@ -24,28 +24,40 @@ _FLOAT = re.compile(
 _FLOAT_CONSTANT = re.compile(
     r"scale$|eps|cap$|fp8_m(in|ax)|theta|slope|_max_val|clamp|log2e|r?ln2|alpha|beta",
     re.IGNORECASE,
-)  # fmt: skip
+)
 _INTEGERS = re.compile(
     r"indptr|indices|index|_idx|idx_|ids|table|seq_?len|lens|_loc|slot|cu_|offset|mapping|page|req_to|start|"
-    r"lengths|positions|num_|token_to|block_map|cache_seq|map|topk_id|expert_id|locs|perm", re.IGNORECASE
-)  # fmt: skip
+    r"lengths|positions|num_|token_to|block_map|cache_seq|map|topk_id|expert_id|locs|perm",
+    re.IGNORECASE,
+)
 _PREFIX = re.compile(r"indptr|cu_|start_loc|_starts?$|cumsum|cumulative|offsets", re.IGNORECASE)
 _LENGTH = re.compile(r"len|num_tokens_post|count", re.IGNORECASE)
 _DTYPE = re.compile(r"dtype|_ty$|type$", re.IGNORECASE)
 # Values of constants and of sizes by their names, the first that fits.
 _CONSTANTS = (
-    (r"block_?size$|page_?size|PAGE", 16), (r"BLOCK|TILE|CHUNK|^B[A-Z]{1,2}$|BLK", 32),
-    (r"stage|warp|unroll|split", 2), (r"^H[QV]?$|heads?$|HEADS", 8), (r"GROUP", 4),
-    (r"WINDOW", -1), (r"CAP", 0), (r"PAD|POW|DIM|SIZE|^[DKV]$|HEAD|WIDTH|hidden|dstate|^L[qkv]$", 64),
-    (r"NUM|^N_|^N$|COUNT|TOPK", 4), (r"bits", 8), (r"", 16),
-)  # fmt: skip
+    (r"block_?size$|page_?size|PAGE", 16),
+    (r"BLOCK|TILE|CHUNK|^B[A-Z]{1,2}$|BLK", 32),
+    (r"stage|warp|unroll|split", 2),
+    (r"^H[QV]?$|heads?$|HEADS", 8),
+    (r"GROUP", 4),
+    (r"WINDOW", -1),
+    (r"CAP", 0),
+    (r"PAD|POW|DIM|SIZE|^[DKV]$|HEAD|WIDTH|hidden|dstate|^L[qkv]$", 64),
+    (r"NUM|^N_|^N$|COUNT|TOPK", 4),
+    (r"bits", 8),
+    (r"", 16),
+)
 _SCALARS = (
     (r"stride.*head|stride.*h$", 128),
-    (r"stride.*(_d|_k|dim|csize|state|elem\w*|last|[^a]d)$", 1), (r"stride", 4096),
-    (r"head_?(size|dim)|^D$|dim$", 128), (r"^H[QV]?$|heads?$", 8), (r"group|ratio", 4),
+    (r"stride.*(_d|_k|dim|csize|state|elem\w*|last|[^a]d)$", 1),
+    (r"stride", 4096),
+    (r"head_?(size|dim)|^D$|dim$", 128),
+    (r"^H[QV]?$|heads?$", 8),
+    (r"group|ratio", 4),
     (r"page|block_size|chunk", 64),
-    (r"len|tokens|^[TMNLS]$|numel|n_elem|size|rows|cols|hidden|vocab", 1024), (r"", 64),
-)  # fmt: skip
+    (r"len|tokens|^[TMNLS]$|numel|n_elem|size|rows|cols|hidden|vocab", 1024),
+    (r"", 64),
+)
 _WHOLE = 1 << 44  # elements of a tensor: as many as addresses allow
 
 
@@ -212,8 +224,11 @@ class _Text:
     def _note_call(self, call: ast.Call) -> None:
         name = ast.unparse(call.func).rpartition(".")[2]
         named = {k.arg: k.value for k in call.keywords}
-        first = call.args[0] if call.args else next(
-            (named[n] for n in ("base", "pointer", "axis") if n in named), None)  # fmt: skip
+        first = (
+            call.args[0]
+            if call.args
+            else next((named[n] for n in ("base", "pointer", "axis") if n in named), None)
+        )
         if name == "program_id" and isinstance(first, ast.Constant):
             self.axes.add(int(first.value))  # type: ignore[arg-type]
         elif first is not None and (name in _MEMORY or name.startswith("atomic_")):

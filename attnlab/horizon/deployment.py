@@ -80,9 +80,14 @@ class Deployment:
         """Return the largest value of each size that grows."""
         slots = self.cache_tokens()
         return {
-            "tokens": self.batched_tokens, "seqs": self.seqs, "ctx_len": self.max_context, "slots": slots,
-            "blocks": slots // self.block_size, "splits": -(-self.max_context // 256), **self.sizes,
-        }  # fmt: skip
+            "tokens": self.batched_tokens,
+            "seqs": self.seqs,
+            "ctx_len": self.max_context,
+            "slots": slots,
+            "blocks": slots // self.block_size,
+            "splits": -(-self.max_context // 256),
+            **self.sizes,
+        }
 
     def needed(self, size: str, context: int) -> int | None:
         """Return the value of a size that a sequence of ``context`` tokens needs; None if it needs none."""

@@ -42,9 +42,22 @@ _KEYS = {
     "within",
 }
 _NODES = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name, ast.Constant,
-    ast.Attribute,     ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.List, ast.Tuple,
-)  # fmt: skip
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.IfExp,
+    ast.Call,
+    ast.Name,
+    ast.Constant,
+    ast.Attribute,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+    ast.expr_context,
+    ast.List,
+    ast.Tuple,
+)
 GRID = (
     LAST_X := (1 << 31) - 1,
     65535,
@@ -57,9 +70,13 @@ def _cdiv(a: Any, b: Any) -> Any:
 
 
 _FUNCTIONS: dict[str, Any] = {
-    "cdiv": _cdiv, "where": np.where, "min": min, "max": max, "minimum": np.minimum,
+    "cdiv": _cdiv,
+    "where": np.where,
+    "min": min,
+    "max": max,
+    "minimum": np.minimum,
     "power_of_2": lambda n: 1 << max(0, int(n) - 1).bit_length(),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -229,8 +246,14 @@ def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:
             field="launch",
         )
     return Launch(
-        kernel=table.get("kernel", name), file=table.get("file", ""), sizes=sizes, grid=tuple(table["grid"]),
-        arguments=table["arguments"], sweep=tuple(table.get("sweep", sizes)), most=table.get("most", {}),
-        tail=tuple(table.get("tail", (1, 1, 1))), needs=table.get("needs", ""),
+        kernel=table.get("kernel", name),
+        file=table.get("file", ""),
+        sizes=sizes,
+        grid=tuple(table["grid"]),
+        arguments=table["arguments"],
+        sweep=tuple(table.get("sweep", sizes)),
+        most=table.get("most", {}),
+        tail=tuple(table.get("tail", (1, 1, 1))),
+        needs=table.get("needs", ""),
         within=table.get("within", {}),
-    )  # fmt: skip
+    )

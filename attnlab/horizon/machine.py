@@ -35,9 +35,22 @@ _FIRST, _APART = 1 << 52, 1 << 46  # addresses of tensors: 64 TiB apart
 _MOST_OPERATIONS = 60_000  # of a run
 _MOST_ITERATIONS = 96  # of a while loop
 _BITS = {
-    "int1": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8,
-    "uint64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8e4nv": 1, "float8e5": 1,
-}  # fmt: skip
+    "int1": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8e4nv": 1,
+    "float8e5": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,10 +385,15 @@ class _Watch:
             return _BlockPointer(base, wide[0], wide[1], wide[2], sizes)
 
         for name, function in {
-            "load": loaded, "store": stored, "make_block_ptr": make, "advance": advance,
-            "device_assert": _nothing, "device_print": _nothing, "assume": _nothing,
+            "load": loaded,
+            "store": stored,
+            "make_block_ptr": make,
+            "advance": advance,
+            "device_assert": _nothing,
+            "device_print": _nothing,
+            "assume": _nothing,
             "debug_barrier": _nothing,
-        }.items():  # fmt: skip
+        }.items():
             if hasattr(tl, name) or name == "advance":
                 _set(scope, tl, name, function)
 
@@ -412,9 +430,11 @@ class _Watch:
             if name.startswith("create_") and not re.search(skipped, name):
                 scope.set_attr(builder, name, self._following(getattr(builder, name)))
         for name, op in {
-            "create_mul": np.multiply, "create_add": np.add, "create_sub": np.subtract,
+            "create_mul": np.multiply,
+            "create_add": np.add,
+            "create_sub": np.subtract,
             "create_shl": np.left_shift,
-        }.items():  # fmt: skip
+        }.items():
             scope.set_attr(builder, name, self._watched(getattr(builder, name), op))
         scope.set_attr(builder, "create_int_cast", self._cast(builder.create_int_cast))
         scope.set_attr(builder, "create_extern_elementwise", self._unknown)
@@ -575,9 +595,13 @@ class _Watch:
                 there, here = int(exact[differ][0]), int(actual[differ][0])
                 meant, lands = self._near(there), self._place(here)
                 access = Access(
-                    site=self._site(), kind=name, tensor=meant, sources=sources,
-                    away=here - there, lands="" if lands is None else lands.name,
-                )  # fmt: skip
+                    site=self._site(),
+                    kind=name,
+                    tensor=meant,
+                    sources=sources,
+                    away=here - there,
+                    lands="" if lands is None else lands.name,
+                )
                 self.seen.accesses.append(access)
                 return
 

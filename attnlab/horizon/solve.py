@@ -146,10 +146,14 @@ class Search:
             last = self.at(size, wrong_at)
             access = None if last is None else _hit(last, site)
         return Statement(
-            kernel=self.launch.kernel, site=site, size=size, wraps_at=wraps_at, access=access,
+            kernel=self.launch.kernel,
+            site=site,
+            size=size,
+            wraps_at=wraps_at,
+            access=access,
             wrong_at=None if access is None else wrong_at,
             sizes={n: v for n, v in self.launch.sizes.items() if n != size},
-        )  # fmt: skip
+        )
 
     def _boundary(
         self, holds: Callable[[Observation], bool], size: str, guess: int, most: int, tries: int

@@ -91,8 +91,12 @@ def _names(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
     nodes = [n for one in body for n in ast.walk(one) if isinstance(n, ast.Name)]
     stored = {n.id for n in nodes if isinstance(n.ctx, ast.Store)}
     loaded = {n.id for n in nodes if isinstance(n.ctx, ast.Load)}
-    changed = {n.target.id for one in body for n in ast.walk(one)
-               if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}  # fmt: skip
+    changed = {
+        n.target.id
+        for one in body
+        for n in ast.walk(one)
+        if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)
+    }
     return {n for n in stored if not n.startswith("__loop_")}, loaded | changed
 
 

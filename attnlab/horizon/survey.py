@@ -18,7 +18,7 @@ from attnlab.horizon.launch import Launch, evaluate, read_launches
 from attnlab.horizon.solve import KernelHorizon, Statement, kernel_horizon
 from attnlab.horizon.source import Kernel, load_kernels
 from attnlab.kernels.triton.interpreter import cores
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Sheet, Tone, Words
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Sheet, Words
 
 LAUNCHES = Path(__file__).parent / "launches.toml"
 _Task = tuple[Kernel, list[Launch], bool]  # the launches are assumed if the last is true
@@ -28,7 +28,7 @@ _ALONE = 8  # kernels that one process does alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A statement beside a deployment.
+    """A statement and what a deployment makes of it.
 
     - ``limits``: the largest value of each size in the deployment; empty without one.
     - ``also``: how many more expressions make the same access wrong, at the same or a larger size.
@@ -95,10 +95,14 @@ class Survey(Shown):
                     Row(kernel=kernel, statement=one, limits=limits, also=0)
                 )
         rows = [_nearest(some) for some in found.values()]
-        return sorted(rows, key=lambda row: (
-            row.kernel.launch.is_assumed if row.kernel.launch else True,
-            row.margin if row.margin is not None else 1e9, row.statement.wrong_at or 0,
-        ))  # fmt: skip
+        return sorted(
+            rows,
+            key=lambda row: (
+                row.kernel.launch.is_assumed if row.kernel.launch else True,
+                row.margin if row.margin is not None else 1e9,
+                row.statement.wrong_at or 0,
+            ),
+        )
 
     @property
     def reached(self) -> list[Row]:
@@ -119,14 +123,49 @@ class Survey(Shown):
         """Return the survey as JSON has it."""
         return {
             "source": self.source,
-            "deployment": None if self.deployment is None else {
-                "name": self.deployment.name, **self.deployment.limits},
+            "deployment": None
+            if self.deployment is None
+            else {"name": self.deployment.name, **self.deployment.limits},
             "kernels": [_kernel_dict(one) for one in self.kernels],
             "reached": [_row_dict(one) for one in self.reached],
             "broken": self.broken,
             "processor_s": round(self.seconds, 1),
             "exit_code": self.exit_code,
-        }  # fmt: skip
+        }
+
+    def sheet(self) -> Sheet:
+        """Return the horizons of described launches, those of assumed ones, and what did not run."""
+        described = [row for row in self.rows if _is_described(row.kernel)]
+        assumed = [row for row in self.rows if not _is_described(row.kernel)]
+        ran = len(self.kernels) - len(self.not_run)
+        summary = f"{ran} of {len(self.kernels)} kernels ran, {len(self.rows)} horizons"
+        if self.deployment is not None:
+            summary += f", {len(self.reached)} reached by {self.deployment.name}"
+        missing = [[f"{k.file}:{k.line}", k.kernel, k.why] for k in self.not_run]
+        missing += [[file, "", why] for file, why in self.broken.items()]
+        part: Part | None = None
+        if described:
+            part = _grid("launches as the library makes them", described, self.deployment)
+        elif any(_is_described(one) for one in self.kernels):
+            text = "launches as the library makes them: no access uses a wrapped value"
+            part = Lines([Words(text, "good")])
+        return Sheet.of(
+            "Horizon",
+            summary,
+            Facts(_facts(self)),
+            part,
+            _grid("launches that attnlab assumes", assumed, None) if assumed else None,
+            Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8)
+            if missing
+            else None,
+            tone="bad" if self.reached else "warn" if self.exit_code else "good",
+            name="Survey",
+        )
+
+
+def _is_described(one: KernelHorizon) -> bool:
+    """Answer whether a kernel ran with a launch that a table describes."""
+    return one.launch is not None and not one.launch.is_assumed
 
 
 def _nearest(rows: list[Row]) -> Row:
@@ -138,19 +177,27 @@ def _nearest(rows: list[Row]) -> Row:
 
 def _kernel_dict(one: KernelHorizon) -> dict[str, Any]:
     return {
-        "kernel": one.kernel, "file": one.file, "line": one.line, "why_not_run": one.why, "runs": one.runs,
+        "kernel": one.kernel,
+        "file": one.file,
+        "line": one.line,
+        "why_not_run": one.why,
+        "runs": one.runs,
         "launch": "" if one.launch is None else "assumed" if one.launch.is_assumed else "described",
         "sizes": {} if one.launch is None else dict(one.launch.sizes),
         "statements": [_statement_dict(each) for each in one.statements],
-    }  # fmt: skip
+    }
 
 
 def _statement_dict(one: Statement) -> dict[str, Any]:
     return {
-        "line": one.site.line, "expression": one.site.text, "size": one.size, "wraps_at": one.wraps_at,
-        "wrong_at": one.wrong_at, "access_line": None if one.access is None else one.access.site.line,
+        "line": one.site.line,
+        "expression": one.site.text,
+        "size": one.size,
+        "wraps_at": one.wraps_at,
+        "wrong_at": one.wrong_at,
+        "access_line": None if one.access is None else one.access.site.line,
         "effect": one.effect,
-    }  # fmt: skip
+    }
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
@@ -164,9 +211,14 @@ def _row_dict(row: Row) -> dict[str, Any]:
 
 
 def survey(
-    source: Path, *, op: str = "", deployment: Deployment | None = None, launches: Sequence[Launch] = (),
-    is_assuming: bool = True, on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> Survey:  # fmt: skip
+    source: Path,
+    *,
+    op: str = "",
+    deployment: Deployment | None = None,
+    launches: Sequence[Launch] = (),
+    is_assuming: bool = True,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Survey:
     """Return the horizons of the kernels of a source.
 
     - ``op``: part of the path or of the name of the kernels to run; "" for all.
@@ -247,39 +299,6 @@ def _counted(tasks: Sequence[Any], on_step: Callable[[int, int], None]) -> Itera
 
 
 # The sheet.
-
-
-def survey_sheet(one: Survey) -> Sheet:
-    """Return the horizons of described launches first, then those of assumed ones, then what did not run."""
-    described = [row for row in one.rows if row.kernel.launch and not row.kernel.launch.is_assumed]
-    assumed = [row for row in one.rows if row.kernel.launch and row.kernel.launch.is_assumed]
-    tone: Tone = "bad" if one.reached else "warn" if one.exit_code else "good"
-    ran = len(one.kernels) - len(one.not_run)
-    summary = f"{ran} of {len(one.kernels)} kernels ran, {len(one.rows)} horizons"
-    parts: list[Part] = [Facts(_facts(one))]
-    if one.deployment is not None:
-        summary += f", {len(one.reached)} reached by {one.deployment.name}"
-    if described:
-        parts.append(_grid("launches as the library makes them", described, one.deployment))
-    elif one.kernels:
-        parts.append(
-            Lines(
-                [
-                    Words(
-                        "launches as the library makes them: no access uses a wrapped value", "good"
-                    )
-                ]
-            )
-        )
-    if assumed:
-        parts.append(_grid("launches that attnlab assumes", assumed, None))
-    if one.not_run or one.broken:
-        rows = [[f"{k.file}:{k.line}", k.kernel, k.why] for k in one.not_run]
-        rows += [[file, "", why] for file, why in one.broken.items()]
-        parts.append(Grid(["file", "kernel", "why it was not run"], rows, title="not run", most=8))
-    return Sheet(
-        kind="Horizon", line=f"<Survey: {summary}>", head=Words(summary, tone), parts=parts
-    )
 
 
 def _facts(one: Survey) -> list[tuple[str, str]]:

@@ -46,7 +46,7 @@ def test_the_page(launch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = tmp_path / "page.html"
     command = ["horizon", KERNELS, "--kernel", "row_product", "--launch", launch]
     assert main([*command, "--deployment", "phi-4", "--html", str(page)]) == 0
-    assert f"tokens {WRONG_AT:,}" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"{WRONG_AT:,}" in capsys.readouterr().out
     text = page.read_text()
     assert text.count("data:image/png;base64,") == 2
     assert "row * stride" in text

@@ -26,6 +26,7 @@ CASE_FLAGS = [
 ]
 OWN_FLAGS = [
     (["demo", "--out", "/dev/null/x"], "out must"),
+    (["horizon", "nowhere"], "source must be"),
     (["run", "--stages", "--platforms", "gfx942,tpu"], "platforms must be"),
     (["run", *SMALL, "--platforms", "gfx942"], "platforms must be"),
     (["run", *SMALL, "--stages", "--save-call", "x"], "save-call must"),

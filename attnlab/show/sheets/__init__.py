@@ -41,7 +41,6 @@ SHEETS: dict[str, str] = {
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
     "attnlab.checker.releases.ReleaseTable": "attnlab.show.sheets.conclusions.release_table",
-    "attnlab.horizon.survey.Survey": "attnlab.horizon.survey.survey_sheet",
     "attnlab.replay.replay_call.Replays": "attnlab.replay.sheets.replays",
     "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
     "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",

@@ -143,8 +143,11 @@ def test_command_line_refuses_a_wrong_source(
     small = ["--num-heads", "2", "--head-size", "16", "--query-lens", "1", "--ctx-lens", "3"]
     for argv, words in (
         (["run", "--backend", "vllm", "--source", str(tmp_path / "no.whl")], "that exists"),
-        (["run", "--source", path], "source must not be given with backend model"),
-        (["run", "--backend", "vllm", "--source", path], "release must be 0.11.2"),
+        (
+            ["run", "--backend", "model", "--source", path],
+            "source must not be given with backend model",
+        ),
+        (["run", "--source", path], "release must be 0.11.2"),
         (
             ["run", "--backend", "vllm", "--source", path, "--kv-head-range", "0:9"],
             "kv_head_range must be at most",

@@ -22,6 +22,9 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import run_again
+from attnlab.horizon.deployment import PRESETS
+from attnlab.horizon.solve import KernelHorizon
+from attnlab.horizon.survey import Survey
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.run import stage_table
@@ -171,6 +174,13 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
                 ),
             ),
         ),
+        Survey(
+            source="a <b>",
+            kernels=[KernelHorizon(kernel="k", file="a.py", line=3, launch=None, why="no <name>")],
+            deployment=PRESETS["phi-4"],
+            broken={},
+            seconds=1.0,
+        ),
         outcome.verdicts[0],
         Verdicts(),
         Results(
@@ -195,6 +205,7 @@ def printed(noun: Shown, width: int = 200) -> str:
 
 
 OWN = {  # nouns with a method `sheet`
+    "attnlab.horizon.survey.Survey",
     "attnlab.reports.notebook_result.Results",
     "attnlab.show.notebook.Verdict",
     "attnlab.show.notebook.Verdicts",
