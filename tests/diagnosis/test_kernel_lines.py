@@ -224,6 +224,24 @@ def test_a_probe_changes_no_bit_and_restores_the_trace():
     assert sys.gettrace() is before
 
 
+def test_an_op_in_inference_mode_has_lines(tmp_path):
+    """What such an op allocates can be written in inference mode alone; trials restore it before each run."""
+    case, line = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    file = Path(case.backend.removesuffix(":my_attention"))
+    text = file.read_text()
+    text = text.replace("def my_attention", "@torch.inference_mode()\ndef my_attention")
+    text = text.replace("row_kernel[", "scratch = torch.empty_like(call.output)\n    row_kernel[")
+    text = text.replace("seq, call.output,", "seq, scratch,")
+    file.write_text(
+        text.replace(
+            "\n\n\nmy_attention.op", "\n    call.output.copy_(scratch)\n\n\nmy_attention.op"
+        )
+    )
+    found = located(case, edits=300)
+    assert line in [one.line for one in found.lines[:3]]
+    assert found.repairs
+
+
 def test_the_diagnosis_states_no_line_that_no_rerun_confirms(tmp_path):
     case, line = planted(tmp_path, LOAD_Q, LOAD_Q + "    if head == 1:\n        q = q * q\n")
     found = diagnose(case, lab=Lab(), propose=False, defects=(), limit=Limit(edits=0))

@@ -291,6 +291,7 @@ class Replay:
                     self._written.append(value)
                     self._states.clear()
 
+    @torch.inference_mode()  # an op may have made its tensors so, and only so can they be written
     def _restore(self, units: Sequence[Unit] | None, first: int) -> None:
         """Give the tensors the contents that they have before a launch of the unchanged kernels."""
         key = (None if units is None else tuple(map(id, units)), first)
