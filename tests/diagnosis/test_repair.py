@@ -126,6 +126,15 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     assert with_repair(lab, case, weak, ()) is weak
 
 
+def test_an_edit_of_an_expression_over_two_lines_is_a_claim(tmp_path):
+    """Its text alone is no Python: the second line is indented."""
+    lab = Lab(device="cpu")
+    faulty = "first\n                % BLOCK).to"
+    case, line = planted(tmp_path, "first // BLOCK).to", faulty)
+    claim = find_claim(lab, case, locate_lines(lab, case, None, LIMIT).repairs)
+    assert (claim.line, "\n" in claim.repair.edit.before, claim.is_stated) == (line, True, True)
+
+
 def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
     """A second fault makes long sequences wrong, so the edit of the first one repairs short ones only."""
     lab = Lab(device="cpu")

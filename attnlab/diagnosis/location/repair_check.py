@@ -294,28 +294,35 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
 
     If one of them holds in all cases, too, the cases do not show the edit, only its place.
     """
-    before, after = (text.strip() for text in (repair.edit.before, repair.edit.after))
-    with suppress(SyntaxError):
-        given, new = (ast.parse(text, mode="eval").body for text in (before, after))
-        others: list[ast.expr] = []
-        if isinstance(new, ast.BinOp):
-            others = [new.left, new.right]
-        elif isinstance(new, ast.Call) and len(new.args) == 2:
-            others = new.args
-        elif isinstance(new, ast.Constant) and type(new.value) is int:
-            others = [ast.Constant(new.value + step) for step in (1, -1)]
-        for other in others:
-            text = ast.unparse(other)
-            if text != ast.unparse(given):
-                edit = dataclasses.replace(repair.edit, after=f"({text})")
-                yield dataclasses.replace(repair, edit=edit)
+    given, new = _parsed(repair.edit.before), _parsed(repair.edit.after)
+    if given is None:
+        return
+    others: list[ast.expr] = []
+    if isinstance(new, ast.BinOp):
+        others = [new.left, new.right]
+    elif isinstance(new, ast.Call) and len(new.args) == 2:
+        others = new.args
+    elif isinstance(new, ast.Constant) and type(new.value) is int:
+        others = [ast.Constant(new.value + step) for step in (1, -1)]
+    for other in others:
+        text = ast.unparse(other)
+        if text != ast.unparse(given):
+            edit = dataclasses.replace(repair.edit, after=f"({text})")
+            yield dataclasses.replace(repair, edit=edit)
+
+
+def _parsed(text: str) -> ast.expr | None:
+    """Return the text of an edit as an expression, which may have several lines, or None if it is none."""
+    try:
+        return ast.parse(f"({text})", mode="eval").body
+    except SyntaxError:
+        return None
 
 
 def _unwraps_maximum(repair: Repair) -> bool:
     """Answer whether an edit leaves an operand of tl.maximum or tl.minimum in place of the call."""
-    before, after = (ast.parse(t.strip()).body for t in (repair.edit.before, repair.edit.after))
-    call, operand = (getattr(one[0], "value", None) if one else None for one in (before, after))
-    if not isinstance(call, ast.Call) or not isinstance(operand, ast.expr):
+    call, operand = _parsed(repair.edit.before), _parsed(repair.edit.after)
+    if not isinstance(call, ast.Call) or operand is None:
         return False
     is_limit = ast.unparse(call.func) in ("tl.maximum", "tl.minimum")
     return is_limit and ast.unparse(operand) in map(ast.unparse, call.args)
@@ -394,7 +401,7 @@ def _assigned(text: str) -> set[str]:
 
 def _names(text: str) -> set[str]:
     """Return the names in an expression or a statement, without those of modules."""
-    nodes = list(ast.walk(ast.parse(text.strip())))
+    nodes = list(ast.walk(_parsed(text) or ast.parse(text.strip())))
     modules = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in modules}
 
