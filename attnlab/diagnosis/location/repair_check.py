@@ -37,7 +37,7 @@ _MOST_MORE = 40  # cases like those that show the fault, which run if the others
 _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
 # (query_len, ctx_len). In the third, rows from 36 on have a window of 5 that begins after a tile of 16 or 32,
 # which other rows of their block read: a tile in which some rows see no key.
-_VARIED_LENGTHS = ((3, 37), (1, 66), (41, 0), (1, 20))
+_VARIED_LENGTHS: tuple[tuple[int, int], ...] = ((3, 37), (1, 66), (41, 0), (1, 20))
 _FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.37, "v_scale": 0.59}
 _NO_FP8 = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
 # What an edit could hide behind; changes that an op does not know, or that change nothing, are left out.
