@@ -9,7 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import check_input_path
 from attnlab.cli import command
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import Command, progress, put
 from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
@@ -143,10 +143,7 @@ def _run(args: argparse.Namespace) -> int:
             diagnosis, run_again = _of_case(case, args, on_step)
         if command.is_shared(args):
             command.share(args, diagnosis, result=run_again())
-    if args.json:
-        print_json(diagnosis.to_dict())
-    else:
-        show(diagnosis)
+    put(diagnosis, args.json)
     if diagnosis.status == "not decided":
         return 3
     return 1 if diagnosis.is_wrong else 0

@@ -1,4 +1,4 @@
-"""A launch for a kernel whose launch nobody described: arguments guessed from the kernel's text.
+"""A launch for a kernel whose launch is not described: arguments guessed from the kernel's text.
 
 What is guessed is only where the search starts: which parameters are pointers, which tensors hold integers,
 and the value of each size. Statements name these values, and hold for them. A tensor is as large as
