@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,6 +208,14 @@ def add_share_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--markdown", type=Path, metavar="FILE", help="write a comment of at most 25 lines"
     )
+    group.add_argument(
+        "--note",
+        action="append",
+        default=[],
+        metavar="NAME=TEXT",
+        help="a line of the page's summary: since, fix, owner or status; or a TOML file of them; repeatable; "
+        "notes stay if the page is written again",
+    )
 
 
 def check_share_flags(args: argparse.Namespace) -> None:
@@ -215,6 +224,7 @@ def check_share_flags(args: argparse.Namespace) -> None:
         check_output_file(args.html, "html", HTML)
     if args.markdown is not None:
         check_output_file(args.markdown, "markdown")
+    args.notes = read_notes(args.note)
 
 
 def is_shared(args: argparse.Namespace) -> bool:
@@ -228,19 +238,45 @@ def share(args: argparse.Namespace, noun: Shown, **facts: Any) -> None:
         return
     from attnlab.reports.shared_page import page_of
 
-    page = page_of(noun, _without_files(sys.argv[1:]), **facts)
+    page = page_of(noun, _without_files(sys.argv[1:]), **facts).with_notes(args.notes, args.html)
     if args.html is not None:
         page.write(args.html)
     if args.markdown is not None:
         write_text(args.markdown, page.markdown())
 
 
+NOTES = ("since", "fix", "owner", "status")
+
+
+def read_notes(words: Sequence[str]) -> dict[str, str]:
+    """Return the notes of NAME=TEXT words and of TOML files. Raises InvalidCase for another name or value."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if equals:
+            found[name] = text
+            continue
+        try:
+            found |= tomllib.loads(Path(word).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidCase(
+                f"note must be NAME=TEXT or a TOML file, got {word!r}: {error}"
+            ) from error
+    for name, text in found.items():
+        if name not in NOTES or not isinstance(text, str):
+            allowed = ", ".join(NOTES)
+            raise InvalidCase(
+                f"note must be a text of {allowed}, got {name}={text!r}", field="note"
+            )
+    return found
+
+
 def _without_files(argv: Sequence[str]) -> str:
-    """Return a command line without --html and --markdown."""
+    """Return a command line without --html, --markdown and --note."""
     words, kept = iter(argv), ["attnlab"]
     for word in words:
         flag, equals, _ = word.partition("=")
-        if flag not in ("--html", "--markdown"):
+        if flag not in ("--html", "--markdown", "--note"):
             kept.append(word)
         elif not equals:
             next(words, None)

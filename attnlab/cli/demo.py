@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.replay import smallest_script
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -98,12 +99,14 @@ def _diagnosed(
         found = diagnose_captured(call, case, runner=runner, on_step=on_step)
         lab = call_lab(call, case, runner)
         result = lab.run(lab.case.replace(trace_reads=runner.traces_reads))
-    page_of(found, _again(call_file, spec), result=result).write(page_file)
+        on_step("the smallest reproduction")
+        script = smallest_script(call, runner, case)
+    page_of(found, _again(call_file, spec), result=result, script=script).write(page_file)
     return found
 
 
 def _again(call_file: Path, spec: str) -> str:
-    return f"attnlab diagnose --call {call_file} --kernel {spec}"
+    return f"attnlab page {call_file} --kernel {spec}"
 
 
 _NEXT = """
@@ -112,7 +115,7 @@ _NEXT = """
 Next, your own kernel: a function of tensors, by vLLM's names (query, key_cache, value_cache, block_table,
 seq_lens, query_start_loc, sm_scale), that returns the output.
   attnlab check mine.py:my_attention      run it over hostile cases
-  attnlab diagnose --call CALL --kernel mine.py:my_attention --html page.html
+  attnlab page CALL --kernel mine.py:my_attention
                                           why is this output wrong? (as above: {again})
   pytest --attnlab                        why does this test fail?
 To save a call of your program: with attnlab.capture() as calls: ..."""

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import check_input_path
 from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
+from attnlab.cli.replay import smallest_script
 from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
@@ -57,16 +59,23 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [name for name in ("platform", "release") if getattr(args, f"field_{name}") is not None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Diagnosed:
+    """A diagnosis, and what its page needs: the call, what ran it, and a traced run."""
+
+    found: "Diagnosis"
+    backend: "Backend | None"
+    call: "Callable[[], KernelCall]"
+    run_again: "Callable[[], Result | None]"
+
+
 def _of_call(
     case: Case, args: argparse.Namespace, op: str | None, on_step: Callable[..., None] | None
-) -> "tuple[Diagnosis, Callable[[], Result | None]]":
-    """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op.
-
-    Also returns the function that runs the call once more, for a picture.
-    """
+) -> _Diagnosed:
+    """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
     from attnlab.diagnosis.captured import diagnose_captured
     from attnlab.diagnosis.location.trials import FULL
-    from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names, read_call
 
@@ -84,7 +93,12 @@ def _of_call(
         limit=None if args.no_location else FULL,
         on_step=on_step,
     )
-    return found, lambda: traced_run(call, case, _given(args), runner)
+    return _Diagnosed(
+        found=found,
+        backend=None if runner is None else for_call(call, runner),
+        call=lambda: call,
+        run_again=lambda: traced_run(call, case, _given(args), runner),
+    )
 
 
 def traced_run(
@@ -108,17 +122,22 @@ def traced_run(
         return None
 
 
-def _of_case(
-    case: Case, args: argparse.Namespace, on_step: Callable[..., None]
-) -> "tuple[Diagnosis, Callable[[], Result | None]]":
-    """Diagnose the Case of the flags or its output in a file, and return the function that runs it again."""
+def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None]) -> _Diagnosed:
+    """Diagnose the Case of the flags or its output in a file."""
     from attnlab.diagnosis.captured import diagnose_file
 
     lab = command.lab_of(args, on_step)
     found = diagnose_file(case, lab, args.output_file, locate=not args.no_location)
     is_run = args.output_file is None and found.status != "rejected"
-    traces = lab.backend(case).traces_reads
-    return found, lambda: lab.run(case.replace(trace_reads=traces)) if is_run else None
+    backend = lab.backend(case)
+    return _Diagnosed(
+        found=found,
+        backend=backend if is_run else None,
+        call=lambda: lab.run(case).recorded_call,
+        run_again=lambda: (
+            lab.run(case.replace(trace_reads=backend.traces_reads)) if is_run else None
+        ),
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -137,18 +156,62 @@ def _run(args: argparse.Namespace) -> int:
         check_memory(case)
 
     with progress("diagnosing") as on_step:
-        if args.call is not None:
-            diagnosis, run_again = _of_call(case, args, op, on_step)
-        else:
-            diagnosis, run_again = _of_case(case, args, on_step)
+        is_call = args.call is not None
+        one = _of_call(case, args, op, on_step) if is_call else _of_case(case, args, on_step)
         if command.is_shared(args):
-            command.share(args, diagnosis, result=run_again())
-    put(diagnosis, args.json)
-    if diagnosis.status == "not decided":
+            on_step("the smallest reproduction")
+            script = _script(one, case, _given(args)) if args.html is not None else ("", "")
+            command.share(args, one.found, result=one.run_again(), script=script)
+    put(one.found, args.json)
+    if one.found.status == "not decided":
         return 3
-    return 1 if diagnosis.is_wrong else 0
+    return 1 if one.found.is_wrong else 0
 
 
+def _script(one: _Diagnosed, case: Case, given: Sequence[str]) -> tuple[str, str]:
+    """Return the smallest script of a wrong output, and why there is none, or ""."""
+    if not one.found.is_wrong:
+        return "", ""
+    return smallest_script(one.call(), one.backend, case, tuple(given))
+
+
+def _add_page_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        type=Path,
+        metavar="CALL",
+        help="a call, as diagnose --call reads it, or the .json file of a Case",
+    )
+    _add_flags(parser)
+
+
+def _page(args: argparse.Namespace) -> int:
+    """Diagnose a call or a Case, and write the page."""
+    if args.what.suffix == ".json":
+        args.case = str(args.what)
+    else:
+        args.call = args.what
+    args.html = args.html or Path(f"{args.what.stem}.html")
+    code = _run(args)
+    if not args.json:
+        print(f"written: {args.html}")
+    return code
+
+
+PAGE_COMMAND = Command(
+    name="page",
+    purpose="Diagnose a call or a Case, and write the page to send.",
+    arguments="CALL",
+    examples=(
+        "attnlab page call.safetensors --source vllm-0.33.0.whl --html page.html",
+        "attnlab page call.safetensors --kernel mine.py:my_attention --note since=0.13.0 --note owner=me",
+    ),
+    exit_codes="0 nothing is wrong; 1 something is; 3 not decided",
+    add_flags=_add_page_flags,
+    run=_page,
+    used=("--note",),
+    notes="The page is CALL.html in the current folder, or --html FILE. Notes stay if it is written again.",
+)
 COMMAND = Command(
     name="diagnose",
     purpose="Find the defect that explains an output, or report that none of the known ones does.",

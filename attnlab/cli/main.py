@@ -44,7 +44,16 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
         "a failing test",
         (run.DECODE_ERROR_COMMAND, run.EXPLAIN_COMMAND, matrix.COMMAND, power.COMMAND),
     ),
-    ("a call", (diagnose.COMMAND, replay.REPLAY_COMMAND, replay.SHRINK_COMMAND, xray.COMMAND)),
+    (
+        "a call",
+        (
+            diagnose.COMMAND,
+            diagnose.PAGE_COMMAND,
+            replay.REPLAY_COMMAND,
+            replay.SHRINK_COMMAND,
+            xray.COMMAND,
+        ),
+    ),
     ("a kernel or a library", (check.COMMAND, horizon.COMMAND, releases.COMMAND, merge.COMMAND)),
     ("a server", (capture.COMMAND,)),
     ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.WRITES_COMMAND)),

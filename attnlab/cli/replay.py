@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnlab.replay.shrinking import Shrunk
     from attnlab.tensors.call import KernelCall
 
+_SCRIPT_S = 10.0  # to shrink a call for the script of a page
 STOP_BISECT = 129  # from 128 on, git bisect stops
 _DOCUMENT = """\
 git bisect run attnlab replay CALL --source . names the commit of a vLLM clone that broke a call. With one
@@ -239,9 +240,8 @@ def _shrink(args: argparse.Namespace) -> int:
             on_try=lambda step, tries: on_step(f"shrinking, run {tries + 1}: {step}"),
         )
     files, why = _write(found, out, backend, judge.case) if found.is_failing else ([], "")
-    scripts = [Path(file) for file in files if file.endswith(".py")]
-    texts = [(f"{one}, which needs torch, Triton and vLLM", one.read_text()) for one in scripts]
-    command.share(args, found, script=texts[0] if texts else None)
+    texts = [Path(file).read_text(encoding="utf-8") for file in files if file.endswith(".py")]
+    command.share(args, found, script=("".join(texts), why))
     if args.json:
         print_json({**found.to_dict(), "files": files, "no_script": why})
     else:
@@ -258,28 +258,44 @@ def _write(
     found: "Shrunk", out: Path, backend: "Backend | None", case: Case
 ) -> tuple[list[str], str]:
     """Write the call and its script; return the files, and why there is no script, or ""."""
-    from attnlab.contracts.contract import Target
-    from attnlab.replay.replay_call import where_to_run
-    from attnlab.reports.upstream import call_script, why_no_script
-
     found.call.save(out)
-    if backend is None or backend.name != "vllm":
-        return [str(out)], "a script calls the ops of a vLLM, and --source names none"
-    why = why_no_script(found.call)
-    if why:
-        return [str(out)], why
-    text = call_script(
-        found.call,
-        Target.of(where_to_run(found.call, backend, case, ())),
-        version=backend.version,
-        device=backend.device,
-        evidence=found.sentences()[0],
-    )
+    text, why = script_of_shrunk(found, backend, case)
     if not text:
-        return [str(out)], "the tensors of the call are too large"
+        return [str(out)], why
     script = out.with_suffix(".py")
     write_text(script, text)
     return [str(out), str(script)], ""
+
+
+def script_of_shrunk(
+    found: "Shrunk", backend: "Backend | None", case: Case, given: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    """Return the script of the smallest call, and why there is none, or ""."""
+    from attnlab.contracts.contract import Target
+    from attnlab.replay.replay_call import where_to_run
+    from attnlab.reports.upstream import script_of
+
+    ran = case if backend is None else where_to_run(found.call, backend, case, given)
+    return script_of(found.call, Target.of(ran), backend, found.sentences()[0])
+
+
+def smallest_script(
+    call: "KernelCall", backend: "Backend | None", case: Case, given: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    """Shrink a wrong call for some seconds; return its script, and why there is none, or ""."""
+    from attnlab.contracts.contract import Target
+    from attnlab.replay.shrinking import Judge, shrink
+    from attnlab.reports.upstream import has_scripts, script_of
+
+    if backend is None or not has_scripts(backend):
+        return script_of(call, Target.of(case), backend, "")
+    try:
+        found = shrink(call, Judge(backend=backend, case=case, given=given), seconds=_SCRIPT_S)
+    except AttnLabError as error:
+        return "", str(error)
+    if not found.is_failing:
+        return "", found.sentences()[0]
+    return script_of_shrunk(found, backend, case, given)
 
 
 SHRINK_COMMAND = Command(
@@ -292,8 +308,8 @@ SHRINK_COMMAND = Command(
     ),
     exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written, or equal runs of it\n"
     "  differ",
-    notes="With --source, or --backend vllm, a script is written, too, that reproduces the fault with torch, "
-    "Triton and vLLM alone. Other backends have none, and some calls do not; the command states why.",
+    notes="With --source, --backend vllm, or a function of tensors, a script is written, too, that\n"
+    "reproduces the fault with torch and the kernel. Some calls have none; the command states why.",
     add_flags=_add_shrink_flags,
     run=_shrink,
 )

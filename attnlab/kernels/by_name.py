@@ -126,6 +126,20 @@ class ByName:
         Raises Unsupported for an argument that a call does not hold.
         """
         parameters = inspect.signature(self.function).parameters
+        given = self.arguments(call)
+        has_output = "output" in {self._field(name, parameters) for name in given}
+        positional = [
+            name for name in given if parameters[name].kind is parameters[name].POSITIONAL_ONLY
+        ]
+        returned = self.function(*[given.pop(name) for name in positional], **given)
+        if not has_output:
+            found = output_of(returned)[0]
+            if found is not None:
+                call.buffer.copy_(found.reshape(call.buffer.shape))
+
+    def arguments(self, call: KernelCall) -> dict[str, Any]:
+        """Return the arguments for a call by name. Raises Unsupported for one that a call does not hold."""
+        parameters = inspect.signature(self.function).parameters
         given: dict[str, Any] = {}
         for name, parameter in parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -139,14 +153,7 @@ class ByName:
         for name, is_needed in _needed(call).items():
             if is_needed and name not in fields_given:
                 raise Unsupported(f"the function must have an argument {name} for this call")
-        positional = [
-            name for name in given if parameters[name].kind is parameters[name].POSITIONAL_ONLY
-        ]
-        returned = self.function(*[given.pop(name) for name in positional], **given)
-        if "output" not in fields_given:
-            found = output_of(returned)[0]
-            if found is not None:
-                call.buffer.copy_(found.reshape(call.buffer.shape))
+        return given
 
     def _field(self, name: str, parameters: Mapping[str, Any]) -> str | None:
         """Return the field of a KernelCall, or of NAMES, that an argument is; None if it is none."""

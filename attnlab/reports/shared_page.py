@@ -4,10 +4,12 @@ Every command that has something to share makes a :class:`SharedPage`. Pictures 
 needs no package beyond those of attnlab.
 """
 
+import json
 import linecache
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,8 +69,8 @@ class SharedPage:
     - ``kind``: the noun, such as "Diagnosis"; ``cause``: the conclusion in one sentence; ``evidence``:
       further sentences; ``excluded``: what is not the cause, and how that is known.
     - ``source``: the faulty line; ``pictures``: the first is the most important.
-    - ``sheet``: the noun as HTML; ``script``: the title and the text of the smallest reproduction.
-    - ``command``: writes the page again.
+    - ``sheet``: the noun as HTML; ``script``: the smallest reproduction, and why there is none, or "".
+    - ``command``: runs it again; ``notes``: what people add: since, fix, owner, status.
     """
 
     kind: str
@@ -79,7 +81,13 @@ class SharedPage:
     source: Excerpt | None = None
     pictures: tuple[Picture, ...] = ()
     sheet: str = ""
-    script: tuple[str, str] | None = None
+    script: tuple[str, str] = ("", "")
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def with_notes(self, notes: Mapping[str, str], old: Path | None) -> "SharedPage":
+        """Return the page with notes, and with those of the file ``old``; an empty text removes one."""
+        notes = {**({} if old is None else _notes_of(old)), **notes}
+        return replace(self, notes={name: text for name, text in notes.items() if text})
 
     def write(self, path: Path) -> None:
         """Write the page. Raises InvalidCase if the file cannot be written."""
@@ -96,9 +104,23 @@ class SharedPage:
             head += [f"`{Path(source.file).name}`, line {source.line}: `{code}`", ""]
         known = ", ".join(f"{name} {value}" for name, value in versions().items())
         tail = ["", "```sh", self.command, "```", "", f"{known}"]
+        if self.notes:
+            head += [_cut("; ".join(f"{name}: {text}" for name, text in self.notes.items())), ""]
         room = min(_MOST_EVIDENCE, _MOST_LINES - len(head) - len(tail))
         body = [f"- {_cut(text)}" for text in (*self.evidence, *self.excluded)[:room]]
         return "\n".join([*head, *body, *tail]) + "\n"
+
+
+_NOTES = re.compile(r'<script type="application/json" id="notes">(.*?)</script>', re.DOTALL)
+
+
+def _notes_of(path: Path) -> dict[str, str]:
+    """Return the notes of a page that was written before; none of another file."""
+    try:
+        found = _NOTES.search(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {} if found is None else dict(json.loads(found[1]))
 
 
 def _cut(text: str) -> str:
@@ -114,12 +136,12 @@ def page_of(
     result: "Result | None" = None,
     pictures: Sequence[Picture] = (),
     line: tuple[str, int] | None = None,
-    script: tuple[str, str] | None = None,
+    script: tuple[str, str] = ("", ""),
 ) -> SharedPage:
     """Return the page of a noun.
 
     ``result``: a run whose errors and reads are drawn; ``line``: the file and the number of the faulty line;
-    ``script``: the title and the text of a reproduction.
+    ``script``: the text of a reproduction, and why there is none.
     """
     sheet = sheet_of(noun)
     head = sheet.head.text if isinstance(sheet.head, Words) else str(sheet.head)

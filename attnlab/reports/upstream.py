@@ -9,6 +9,7 @@ import math
 import platform
 import textwrap
 import zlib
+from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import Unsupported
+from attnlab.case.fields import names_file
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER
@@ -24,6 +27,9 @@ from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.slot_states import cached_lens
 from attnlab.kernels import model as paged
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.by_name import ByName
+from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.vllm.op_arguments import USED_STRIDES
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
@@ -386,54 +392,135 @@ def render(template: str, facts: dict[str, Any]) -> str:
 _MOST_BYTES = 4 << 20  # of the tensors of a call, compressed
 
 
-def why_no_script(call: KernelCall) -> str:
-    """Return why a script cannot reproduce a call, or "" if it can."""
-    if call.op not in TRITON_OPS or not call.spec.attends_to_cache:
-        return f"a script calls vLLM's Triton ops on a cache, and {call.op} is none"
-    if call.interleave_v or call.padding or call.strides != "contiguous":
-        return "a script has no interleaved values, padding or strides of the lab"
-    if has_fp8_query(call) or has_scaled_output(call):
-        return "the reference of a script has no FP8 query and no scaled output"
-    if call.query.shape[2] != call.value_cache.shape[2]:
-        return "the reference of a script has keys and values of one width"
-    if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
-        return "the reference of a script has one scale per cache"
-    return ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedKernel:
+    """What a script calls: vLLM's op, or a user's function.
 
-
-def call_script(
-    call: KernelCall, target: Target, *, version: str, device: str, evidence: str
-) -> str:
-    """Return the text of a script that calls the op of the installed vLLM and compares with float64.
-
-    - ``version``: a description of the vLLM that ran; ``device``: "cuda", or "cpu" for Triton's interpreter.
-    - ``evidence``: what is wrong, in one sentence.
-
-    The call must have a script (:func:`why_no_script`), and be on the CPU. Returns "" if its tensors are too
-    large for one.
+    ``file``: the text of the function's file, "" for a function of an installed module and for an op.
+    ``arguments``: by name; without the output, the function returns it.
     """
-    arguments = OP_CALLS[call.op].arguments(call, target)
-    texts = {name: expression(name, value, call) for name, value in arguments.items()}
+
+    function: str
+    module: str
+    arguments: dict[str, Any]
+    file: str = ""
+    is_own: bool = False
+
+    @classmethod
+    def of(cls, call: KernelCall, target: Target, backend: Backend) -> "ScriptedKernel":
+        """Return what a backend calls. Raises Unsupported if a script cannot."""
+        if backend.name == "vllm":
+            if call.op not in TRITON_OPS:
+                raise Unsupported(f"a script calls vLLM's Triton ops, and {call.op} is none")
+            op = OPS[call.op]
+            arguments = OP_CALLS[call.op].arguments(call, target)
+            return cls(function=op.function, module=op.module, arguments=arguments)
+        if not isinstance(backend, PluginBackend):
+            raise Unsupported(f"a script has no backend {backend.name}")
+        kernel = backend.kernel
+        if not isinstance(kernel, ByName):
+            raise Unsupported("a script has no KernelCall, which is the argument of the function")
+        arguments = kernel.arguments(call)
+        file, _, function = backend.spec.rpartition(":")
+        is_file = names_file(backend.spec)
+        return cls(
+            function=function,
+            module=Path(file).stem if is_file else file,
+            file=Path(file).expanduser().read_text(encoding="utf-8") if is_file else "",
+            arguments=arguments,
+            is_own=True,
+        )
+
+
+def has_scripts(backend: Backend) -> bool:
+    """Answer whether a script can call the kernels of a backend."""
+    return backend.name == "vllm" or isinstance(backend, PluginBackend)
+
+
+def script_of(
+    call: KernelCall, target: Target, backend: Backend | None, evidence: str
+) -> tuple[str, str]:
+    """Return the script that reproduces a wrong call without attnlab, and why there is none, or "".
+
+    It calls the op of the installed vLLM, or the user's function, whose file it contains, and compares with
+    float64. ``evidence``: what is wrong, in one sentence.
+    """
+    if backend is None:
+        return "", "a script calls a kernel, and --kernel and --source name none"
+    call = call.cpu().with_buffer()
+    try:
+        _check_scripted(call)
+        kernel = ScriptedKernel.of(call, target, backend)
+        return _call_script(call, target, kernel, backend, evidence), ""
+    except Unsupported as error:
+        return "", str(error)
+
+
+def _check_scripted(call: KernelCall) -> None:
+    """Raise Unsupported for a call that a script cannot reproduce."""
+    if not call.spec.attends_to_cache:
+        raise Unsupported(f"a script calls an op on a cache, and {call.op} is none")
+    if call.interleave_v or call.padding or call.strides != "contiguous":
+        raise Unsupported("a script has no interleaved values, padding or strides of the lab")
+    if has_fp8_query(call) or has_scaled_output(call):
+        raise Unsupported("the reference of a script has no FP8 query and no scaled output")
+    if call.query.shape[2] != call.value_cache.shape[2]:
+        raise Unsupported("the reference of a script has keys and values of one width")
+    if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
+        raise Unsupported("the reference of a script has one scale per cache")
+
+
+def _call_script(
+    call: KernelCall, target: Target, kernel: ScriptedKernel, backend: Backend, evidence: str
+) -> str:
+    """Return the text of a script. Raises Unsupported for arguments that it cannot hold."""
+    texts = {name: expression(name, value, call) for name, value in kernel.arguments.items()}
     caches = {
-        text: arguments[name]
+        text: kernel.arguments[name]
         for name, text in texts.items()
         if text in ("key_cache", "value_cache")
     }
+    is_plain = len(caches) == 2 and all(_is_flash(one, call) for one in caches.values())
+    if kernel.is_own and not is_plain:
+        raise Unsupported("a script has caches [num_blocks, block_size, num_kv_heads, head_size]")
     facts = {**_sizes(call), **_tensors(call, target, caches)}
-    if sum(map(len, facts["storages"].values())) > _MOST_BYTES:
-        return ""
+    if sum(map(len, facts["storages"].values())) + len(kernel.file) > _MOST_BYTES:
+        raise Unsupported("the tensors of the call are too large for a script")
+    if "new_keys" in texts.values() and not facts["has_new"]:
+        raise Unsupported(
+            "the call does not hold the new keys, which are arguments of the function"
+        )
     return render(
         "call_repro.py.j2",
         {
             **facts,
-            "title": f"{call.op}: output is wrong",
+            "title": f"{kernel.function if kernel.is_own else call.op}: output is wrong",
             "evidence": evidence.rstrip("."),
-            "version": version,
-            "how": "natively" if device == "cuda" else "under Triton's interpreter on a CPU",
+            "version": backend.version,
+            "how": "natively"
+            if backend.device == "cuda"
+            else "under Triton's interpreter on a CPU",
+            "kernel": kernel,
+            "file": _literal(kernel.file),
+            "function": kernel.function,
+            "module": kernel.module,
             "arguments": texts,
-            "output": next(name for name, text in texts.items() if text == "output"),
+            "output": next((name for name, text in texts.items() if text == "output"), ""),
         },
     )
+
+
+def _is_flash(cache: torch.Tensor, call: KernelCall) -> bool:
+    """Answer whether a cache is [num_blocks, block_size, num_kv_heads, head_size]."""
+    heads, size = call.key.shape[1], call.query.shape[2]
+    return cache.dim() == 4 and tuple(cache.shape[1:]) == (call.block_size, heads, size)
+
+
+def _literal(text: str) -> str:
+    """Return a text as a literal of Python with the same lines."""
+    quotes = next((one for one in ("'''", '"""') if one not in text), '"""')
+    escaped = text.replace("\\", "\\\\").replace(quotes, "\\" + "\\".join(quotes))
+    return f"{quotes}\\\n{escaped}{quotes}"
 
 
 def _sizes(call: KernelCall) -> dict[str, Any]:
@@ -441,8 +528,6 @@ def _sizes(call: KernelCall) -> dict[str, Any]:
     sinks = call.sinks
     return {
         "op": call.op,
-        "function": OPS[call.op].function,
-        "module": OPS[call.op].module,
         "first_block": 0,
         "query_lens": call.query_lens.tolist(),
         "seq_lens": call.seq_lens.tolist(),
@@ -505,7 +590,7 @@ def _tensors(call: KernelCall, target: Target, caches: dict[str, torch.Tensor]) 
         "cached": cached,
         "held": held,
         "has_new": "new_keys" in tensors,
-        "flash": call.spec.cache_layout == "flash",
+        "flash": caches["key_cache"].dim() == 4,
         "fp8": _name(read.dtype) if read.is_fp8 else "",
     }
 

@@ -41,6 +41,8 @@ OWN_FLAGS = [
     (["diagnose", "--output-file", "nowhere"], "nowhere must be"),
     (["diagnose", "--call", "nowhere"], "nowhere must be"),
     (["diagnose", "--source", "nowhere"], "source must"),
+    (["page", "nowhere"], "nowhere must be"),
+    (["page", "nowhere", "--note", "colour=red"], "note must be a text of since"),
     (["power", "--op", "reshape_and_cache_flash"], "op must be"),
     (["check", "--cases", "0"], "cases must be"),
     (["check", "--cases", "x"], "argument --cases: invalid int"),

@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ from attnlab.replay.parts import (
     with_sequences,
     without_tokens,
 )
-from attnlab.reports.upstream import call_script, why_no_script
+from attnlab.reports.upstream import script_of
 
 LARGE = {"query_lens": (5, 1, 9), "ctx_lens": (40, 33, 70), "num_heads": 8}
 SIZES = {"sequences": 1, "rows": 2, "heads": 1, "KV heads": 1, "head_size": 16, "blocks": 1}
@@ -102,7 +104,7 @@ def test_the_command_writes_the_call(capsys, tmp_path):
     command = ["shrink", str(path), "--backend", wrong, "--out", str(out)]
     found = document(capsys, command, 1)
     assert found["files"] == [str(out)]
-    assert "vLLM" in found["no_script"]
+    assert "KernelCall" in found["no_script"]
     assert attnlab.read_call(out).query.shape == (2, 1, 16)
     assert "out must" in error_line(capsys, [*command[:-1], "/no/such/folder/x"])
 
@@ -135,11 +137,59 @@ def test_parts_keep_their_numbers(tmp_path):
     assert attnlab.replay_call(smaller, backends=["model"]).exit_code == 0
 
 
-def test_calls_without_a_script():
-    assert why_no_script(call_of()) == ""
-    assert "Triton ops" in why_no_script(call_of(op="merge_attn_states"))
-    assert why_no_script(dataclasses.replace(call_of(), causal=False)) == ""
-    assert "strides" in why_no_script(call_of(kv_layout="HND"))
+OWN = """'''A kernel in torch, with two backslashes: \\\\.'''
+import torch
+
+def mine(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sm_scale):
+    rows = []
+    for seq, last in enumerate(seq_lens.tolist()):
+        own = slice(int(query_start_loc[seq]), int(query_start_loc[seq + 1]))
+        k, v = (c[block_table[seq].long()].flatten(0, 1)[:last].float() for c in (key_cache, value_cache))
+        scores = torch.einsum("qhd,khd->hqk", query[own].float(), k) * sm_scale
+        away = torch.arange(last) - torch.arange(last - (own.stop - own.start), last)[:, None]
+        weights = scores.masked_fill(away > FIRST, -torch.inf).softmax(-1)
+        rows.append(torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype))
+    return torch.cat(rows)
+"""
+
+
+def test_the_script_of_an_own_kernel(tmp_path):
+    """Its script fails with a mask off by one, passes with the right one, and does not import attnlab."""
+    found = {}
+    for name, first in (("wrong", "1"), ("right", "0")):
+        path = tmp_path / f"{name}.py"
+        path.write_text(OWN.replace("FIRST", first))
+        backend = one_backend(None, f"{path}:mine", None)
+        call = call_of(op="unified_attention", query_lens=(3,), ctx_lens=(14,), num_heads=2)
+        target = Target.of(attnlab.Case(platform=call.origin.platform))
+        text, why = script_of(call, target, backend, "it is wrong")
+        assert why == ""
+        assert "attnlab" not in text
+        script = tmp_path / f"script_{name}.py"
+        script.write_text(text)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+        assert not done.stderr
+        found[name] = done.returncode
+    assert found == {"wrong": 1, "right": 0}
+
+
+def test_calls_without_a_script(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN.replace("FIRST", "0"))
+    own = one_backend(None, f"{path}:mine", None)
+    whole = kernel_file(tmp_path, RIGHT, "whole")
+    target = Target.of(attnlab.Case())
+
+    def why(call, backend=own):
+        return script_of(call, target, backend, "")[1]
+
+    call = call_of(op="unified_attention")
+    assert why(call) == ""
+    assert "on a cache" in why(call_of(op="merge_attn_states"))
+    assert "strides" in why(call_of(kv_layout="HND"))
+    assert "KernelCall" in why(call, one_backend(None, whole, None))
+    assert "argument causal" in why(dataclasses.replace(call, causal=False))
+    assert "--kernel" in why(call, None)
 
 
 FAULTY = {"query_lens": (2,), "ctx_lens": (14,), "num_heads": 2}
@@ -169,7 +219,8 @@ def test_scripts_reproduce_calls(capsys, tmp_path):
         call = call_of(**changes)
         script = tmp_path / f"{name}.py"
         target = Target.of(attnlab.Case(platform=call.origin.platform))
-        text = call_script(call, target, version="vLLM", device="cpu", evidence="it is wrong")
+        text, why = script_of(call, target, one_backend(clone, None, "cpu"), "it is wrong")
+        assert why == ""
         ast.parse(text)
         assert "attnlab" not in text
         script.write_text(text)

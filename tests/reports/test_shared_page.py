@@ -98,3 +98,24 @@ def test_a_command_writes_a_page_and_a_comment(
 def test_a_page_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", *SMALL, "--html", "/no/such/folder/x.html"]) == 2
     assert "html must" in capsys.readouterr().err
+
+
+def test_notes_stay_on_a_page_that_is_written_again(tmp_path: Path) -> None:
+    """The page of a call has its reproduction, or why there is none; an empty note removes one."""
+    call, page, notes = (
+        tmp_path / "call.safetensors",
+        tmp_path / "page.html",
+        tmp_path / "notes.toml",
+    )
+    assert main(["run", *SMALL, "--stage", "int32_before_cumsum", "--save-call", str(call)]) == 1
+    notes.write_text('since = "0.9.0"\n')
+    words = ["page", str(call), "--html", str(page)]
+    assert main([*words, "--note", str(notes), "--note", "owner=</script>"]) == 1
+    assert "<dd>0.9.0</dd>" in page.read_text()
+    assert main([*words, "--note", "status=open", "--note", "since="]) == 1
+    text = page.read_text()
+    assert "<dt>Owner</dt><dd>&lt;/script&gt;</dd>" in text
+    assert "<dt>Status</dt><dd>open</dd>" in text
+    assert "0.9.0" not in text
+    assert "There is no script: a script calls a kernel" in text
+    assert main([*words, "--note", "colour=red"]) == 2
