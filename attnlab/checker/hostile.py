@@ -503,6 +503,33 @@ def hostile_design(backend: Backend, op: str, platform: str) -> Design:
     return find_design(values_of(op, lengths_knob(op, edges(backend, plain))), make)
 
 
+_UNUSUAL = 0.2  # the share of knobs that a random case sets to another value than the plain one
+_RANDOM_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def random_case(backend: Backend, op: str, platform: str, rng: random.Random) -> Case:
+    """Return a Case with random knobs, lengths, heads and sizes. Raises InvalidCase if they do not fit."""
+    fields: dict[str, Any] = {}
+    for knob in KNOBS:
+        others = [value for value in knob.values[1:] if "op_argument" not in value.fields]
+        if op in knob.ops and others and rng.random() < _UNUSUAL:
+            fields |= rng.choice(others).fields
+    group = rng.choice((1, 1, 2, 3, 4, 8))
+    fields |= {
+        "num_queries_per_kv": group,
+        "num_heads": group * rng.choice((1, 2, 3)),
+        "head_size": rng.choice((32, 64, 80, 128)),
+        "block_size": rng.choice((8, 16, 32)),
+        "dtype": rng.choice([one for one in _RANDOM_DTYPES if one in backend.dtypes]),
+    }
+    count = rng.randint(1, 4)
+    lengths = (
+        tuple(rng.choice((1, rng.randint(1, 40), rng.randint(1, 40))) for _ in range(count)),
+        tuple(rng.choice((0, rng.randint(1, 40), rng.randint(1, 200))) for _ in range(count)),
+    )
+    return _make_case(backend, op, platform, {**_fields(lengths), **fields}, rng.randrange(1 << 30))
+
+
 def _fields(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
     return {"query_lens": lengths[0], "ctx_lens": lengths[1]}
 
