@@ -78,6 +78,7 @@ def _of_call(
     from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names, read_call
+    from attnlab.replay.replay_call import traced_run
 
     names = None if args.map is None else parse_names(args.map)
     call = read_call(args.call, names, op=op)
@@ -99,27 +100,6 @@ def _of_call(
         call=lambda: call,
         run_again=lambda: traced_run(call, case, _given(args), runner),
     )
-
-
-def traced_run(
-    call: "KernelCall", case: Case, given: Sequence[str], runner: "Backend | None"
-) -> "Result | None":
-    """Run a call on its kernel with its reads traced; None without a kernel or a Case for the call."""
-    from attnlab.case.errors import AttnLabError
-    from attnlab.diagnosis.captured import where_it_ran
-    from attnlab.kernels.run_call import for_call
-    from attnlab.lab.call_lab import call_lab
-
-    if runner is None:
-        return None
-    runner = for_call(call, runner)
-    ran = where_it_ran(call, case, given).case
-    ran = ran if "release" in given else ran.replace(release=runner.release)
-    try:
-        lab = call_lab(call.cpu(), ran, runner)
-        return lab.run(lab.case.replace(trace_reads=runner.traces_reads))
-    except AttnLabError:
-        return None
 
 
 def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None]) -> _Diagnosed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Int, Number
 from attnlab.case.flags import flag, notebook_parameters
 from attnlab.cli.command import Command, errors, print_json, progress, show
@@ -217,6 +218,73 @@ INVESTIGATE_COMMAND = Command(
     add_flags=_add_flags,
     run=_investigate,
     notes=_NOTES,
+)
+
+
+# The command ``attnlab new-investigation``.
+
+
+def _add_new_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "title", metavar="NAME", help="the question of the notebook, or a short name"
+    )
+    flag(
+        parser,
+        "--from WHAT",
+        "a saved call; the .json file of a Case; a pytest id of vLLM's tests; or FILE.py:FUNCTION, a kernel "
+        "that a random case finds wrong",
+        dest="start",
+        type=str,
+        required=True,
+    )
+    flag(parser, "--kernel NAME", "your kernel, FILE.py:FUNCTION, which runs the call", type=str)
+    flag(
+        parser,
+        "--source PATH",
+        "the vLLM whose op runs the call (default: the installed one)",
+        type=str,
+    )
+    flag(parser, "--stage STAGE", "of a pytest id: the state of vLLM's test", type=str)
+    flag(
+        parser,
+        "--notebooks-folder FOLDER",
+        "where the notebook is written (default: notebooks/ next to the package)",
+        default=_NOTEBOOKS,
+    )
+
+
+def _new(args: argparse.Namespace) -> int:
+    from attnlab.replay.new_investigation import next_notebook, read_start, write_notebook
+
+    if not args.notebooks_folder.is_dir():
+        text = f"notebooks-folder must be a folder, got {args.notebooks_folder}"
+        raise InvalidCase(text, field="notebooks-folder")
+    path = next_notebook(args.notebooks_folder, args.title)
+    start = read_start(
+        args.start, kernel=args.kernel or "", source=args.source or "", stage=args.stage
+    )
+    with progress("running the experiments"):
+        found = write_notebook(path, start, args.title)
+    if args.json:
+        print_json({"notebook": str(path), "cause": found.sentences[0]})
+    else:
+        print(f"{found.sentences[0]}\nwritten: {path}\nrun it: attnlab investigate {path.stem[:2]}")
+    return 0
+
+
+NEW_COMMAND = Command(
+    name="new-investigation",
+    purpose="Write a notebook that investigates a failing call, with its experiments already run.",
+    arguments="NAME --from WHAT",
+    examples=(
+        "attnlab new-investigation 'which heads are wrong' --from call.safetensors --kernel mine.py:f",
+        "attnlab new-investigation 'which heads are wrong' --from case.json --source vllm-0.33.0.whl",
+    ),
+    exit_codes="0 the notebook is written",
+    add_flags=_add_new_flags,
+    run=_new,
+    notes="The notebook gets the next number of the folder, so that attnlab investigate runs it. Its\n"
+    "verdicts fail if a later run finds something else. Cause, fix and blast radius are yours to write.",
 )
 
 

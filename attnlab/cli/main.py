@@ -61,7 +61,10 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
     ),
     ("a server", (capture.COMMAND,)),
     ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.WRITES_COMMAND)),
-    ("this investigation", (investigate.INVESTIGATE_COMMAND, investigate.CLAIMS_COMMAND)),
+    (
+        "this investigation",
+        (investigate.INVESTIGATE_COMMAND, investigate.NEW_COMMAND, investigate.CLAIMS_COMMAND),
+    ),
     (
         "another question",
         (

@@ -13,6 +13,7 @@ from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.captured import diagnose_captured, violations_of_captured
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.location.trials import FULL
 from attnlab.kernels.runner import one_backend
 from attnlab.lab.lab import Lab
 from attnlab.lab.run import default_lab
@@ -26,6 +27,7 @@ def diagnose(
     lab: Lab | None = None,
     source: Path | str | None = None,
     device: str | None = None,
+    locate: bool = True,
     **changes: Any,
 ) -> Diagnosis:
     """Return which defect explains the output of a Case, of a pytest id's Case, or of a KernelCall.
@@ -35,6 +37,7 @@ def diagnose(
     - ``source``, ``device``: of a KernelCall, the vLLM that computed it and where it runs, as for
       :func:`attnlab.shrink_call`; ``backend``, one of the changes, is another kernel, such as "mine.py:fn".
       Without them nothing is run, and the report states what is left out. A Case runs in its ``lab``.
+    - ``locate``: of a KernelCall with a kernel, look for the source lines, which may take half a minute.
     - ``changes``: fields of the Case. For a KernelCall they name where it ran, for example
       ``platform="sm_90"`` or ``release="0.11.2"``. Default: the call's origin.
 
@@ -42,7 +45,10 @@ def diagnose(
     """
     if isinstance(case, KernelCall):
         runner = one_backend(source, changes.pop("backend", None), device)
-        return diagnose_captured(case, Case(**changes), given=changes, output=output, runner=runner)
+        limit = FULL if locate else None
+        return diagnose_captured(
+            case, Case(**changes), given=changes, output=output, runner=runner, limit=limit
+        )
     for name, value in (("source", source), ("device", device)):
         if value is not None:
             refuse(name, "none for a Case, which runs in its lab", value)

@@ -9,6 +9,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import (
+    AttnLabError,
+    InvalidCall,
     InvalidCase,
     InvalidValue,
     KernelFailed,
@@ -23,9 +25,11 @@ from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_r
 from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
-from attnlab.kernels.run_call import run_call
-from attnlab.kernels.runner import Runner, runners
+from attnlab.kernels.run_call import for_call, run_call
+from attnlab.kernels.runner import Runner, one_backend, runners
 from attnlab.lab.cache_write import expected_write
+from attnlab.lab.call_lab import call_lab
+from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.comparison import distance
 from attnlab.tensors.quantised import Formats
@@ -425,6 +429,43 @@ def _recorded(call: KernelCall, ran: Case) -> tuple[str, Difference | None]:
 
 def _error(output: torch.Tensor, expected: Expected) -> Difference:
     return compare_outputs(output, None, expected)
+
+
+# A call's run as a Result, with its errors and the reads.
+
+
+def traced_run(
+    call: KernelCall, case: Case, given: Sequence[str], runner: Backend | None
+) -> Result | None:
+    """Run a call on its kernel with its reads traced; None without a kernel or a Case for the call."""
+    if runner is None:
+        return None
+    runner = for_call(call, runner)
+    ran = where_to_run(call, runner, case, tuple(given))
+    try:
+        lab = call_lab(call.cpu(), ran, runner)
+        return lab.run(lab.case.replace(trace_reads=runner.traces_reads))
+    except AttnLabError:
+        return None
+
+
+def call_result(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    **changes: Any,
+) -> Result:
+    """Run a saved call and return its Result, as :func:`attnlab.run` does for a Case.
+
+    The arguments are those of :func:`attnlab.shrink_call`. Raises InvalidCall if no Case has the arguments
+    of the call.
+    """
+    found = traced_run(call, Case(**changes), tuple(changes), one_backend(source, backend, device))
+    if found is None:
+        raise InvalidCall("call must be one that a Case can have, run on a source or a backend")
+    return found
 
 
 # The part of ``import attnlab`` that replays a saved call.

@@ -28,6 +28,7 @@ from study.claims import Finding
 from study.claims.cases import decode_at_seed_size, like_the_test
 from study.claims.index_tensors import REFUSAL
 from study.failing_test import example_kernel
+from study.head_tiles import heads_by_group
 from study.mla_chain import cause_of_edit
 
 Ledger: TypeAlias = Mapping[str, Finding]  # by the claim's number
@@ -253,6 +254,20 @@ def _mla_chain(ledger: Ledger) -> Answer:
     return sentence, {"step": step, "cause": cause}
 
 
+def _head_tiles(ledger: Ledger) -> Answer:
+    """State which heads of two groups are wrong in the installed vLLM."""
+    try:
+        wrong = heads_by_group()
+    except (Unavailable, InvalidCase) as error:
+        return f"not observed here: {error}", {"wrong": None}
+    first, last = wrong[20][0], wrong[20][-1]
+    sentence = (
+        f"heads {first} to {last} of two groups of 20: a tile of 16 heads has one KV head; with groups of "
+        f"16, {len(wrong[16])} heads are wrong"
+    )
+    return sentence, {"wrong": [first, last]}
+
+
 _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "01": (("C1", "C2", "C4"), _int64_tables),
     "02": (("C5", "C6", "C22"), _fp8_e5m2),
@@ -265,4 +280,5 @@ _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "09": ((), _failing_test),
     "10": ((), _broken_kernel),
     "11": ((), _mla_chain),
+    "12": ((), _head_tiles),
 }

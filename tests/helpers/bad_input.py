@@ -44,6 +44,8 @@ OWN_FLAGS = [
     (["compare", "model", "--against", "model"], "kernel must be FILE.py:FUNCTION"),
     (["compare", "mine.py:f"], "source or against must be given"),
     (["compare", "mine.py:f", "--against", "model", "--random", "0"], "random must be an integer"),
+    (["new-investigation", "a", "--from", "b", "--notebooks-folder", "c"], "notebooks-folder must"),
+    (["new-investigation", "a", "--from", "b", "--notebooks-folder", "."], "from must be a call"),
     (["page", "nowhere"], "nowhere must be"),
     (["page", "nowhere", "--note", "colour=red"], "note must be a text of since"),
     (["power", "--op", "reshape_and_cache_flash"], "op must be"),

@@ -58,11 +58,11 @@ def test_every_verdict_is_as_expected_as_committed(small_run: Path) -> None:
     lacking = ("unavailable", missing) if (missing := why_unavailable()) else ("passed", "")
     status = outcomes.pop(BROKEN.stem)[0]
     assert status == ("unavailable" if missing else "passed")
-    assert outcomes.pop(CHAIN.stem)[0] == status
+    assert outcomes.pop(CHAIN.stem)[0] == outcomes.pop(HEADS.stem)[0] == status
     assert outcomes == {
         path.stem: lacking if path in PRODUCTION else ("passed", "")
         for path in NOTEBOOKS
-        if path not in (BROKEN, CHAIN)
+        if path not in (BROKEN, CHAIN, HEADS)
     }
 
 
@@ -122,6 +122,7 @@ KERNEL = next(path for path in NOTEBOOKS if path.stem.startswith("08-"))  # need
 EXAMPLE = next(path for path in NOTEBOOKS if path.stem.startswith("09-"))  # in small_run only
 BROKEN = next(path for path in NOTEBOOKS if path.stem.startswith("10-"))  # needs an installed vLLM
 CHAIN = next(path for path in NOTEBOOKS if path.stem.startswith("11-"))  # needs an installed vLLM
+HEADS = next(path for path in NOTEBOOKS if path.stem.startswith("12-"))  # needs an installed vLLM
 PRODUCTION = [path for path in NOTEBOOKS if path.stem.startswith("06-")]
 
 
