@@ -117,6 +117,9 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
 # A full-size cache has hundreds of megabytes, and the kernel's page faults take longer than filling it.
 # torch uses huge pages if this is set before its first tensor.
 _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# OpenMP's threads spin while they wait, and on a busy machine they take the processor from the one they wait
+# for. They sleep if this is set before torch is imported.
+_os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def __getattr__(name: str) -> _typing.Any:
