@@ -17,6 +17,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import check_plugin_file, difference, is_plugin, names_file
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
 from attnlab.case.output_file import HTML, check_output_file, write_text
+from attnlab.case.platforms import machine_platform
 from attnlab.case.shown import Shown, json_value
 
 if TYPE_CHECKING:
@@ -302,7 +303,18 @@ def case_of_flags(args: argparse.Namespace) -> Case:
         from attnlab.kernels.plugin import PluginBackend
 
         args.field_op = PluginBackend(spec=args.field_backend).op
-    return case_of(args)
+    return with_platform(args, case_of(args))[0]
+
+
+def with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
+    """Return the Case with the platform that was given, else of the machine's GPU, else the default; and
+    which of them it is."""
+    if args.field_platform is not None or args.case is not None:
+        return case, "case"
+    platform, allowed = machine_platform(), case.spec.platforms
+    if platform is None or (allowed is not None and platform not in allowed):
+        return case, "assumed"
+    return case.replace(platform=platform), "machine"
 
 
 def add_kernel_flag(group: Any) -> None:

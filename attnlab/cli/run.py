@@ -21,7 +21,6 @@ from attnlab.case.flags import (
     read_text,
 )
 from attnlab.case.output_file import check_output_file
-from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
 from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, put, show
 from attnlab.kernels.child_process import run_in_child, start_context
@@ -142,7 +141,7 @@ def _decode_error(args: argparse.Namespace) -> int:
         args.test_id = found.test_id
     else:  # the Case is given: an id in the text does not matter
         found = dataclasses.replace(found, test_id=args.test_id, refusal="")
-    case, platform_by = _with_platform(args, case_of(args))
+    case, platform_by = command.with_platform(args, case_of(args))
 
     from attnlab.lab.decode_error import decode
 
@@ -150,17 +149,6 @@ def _decode_error(args: argparse.Namespace) -> int:
     command.share(args, decoded)
     put(decoded, args.json)
     return 0
-
-
-def _with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
-    """Return the Case with the platform that was given, else of the machine's GPU, else the default; and
-    which of them it is."""
-    if args.field_platform is not None or args.case is not None:
-        return case, "case"
-    platform = machine_platform()
-    if platform is None:
-        return case, "assumed"
-    return case.replace(platform=platform), "machine"
 
 
 DECODE_ERROR_COMMAND = Command(

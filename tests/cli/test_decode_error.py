@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.commands import SEED_ID, document, error_line, printed
 
-import attnlab.cli.run as cli
+import attnlab.cli.command as cli
 from attnlab.case import platforms
 from attnlab.case.case import Case
 
@@ -283,6 +283,16 @@ def test_the_first_sentence_is_about_the_platform(
     monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
     first = printed(capsys, ["decode-error", "--test-id", SEED_ID, *flags], 0)[:90]
     assert ("assumed" in first) == (words.startswith("is assumed"))
+
+
+def test_every_command_takes_the_platform_of_the_machine(capsys, monkeypatch):
+    """Unless the user names one."""
+    monkeypatch.setattr(cli, "machine_platform", lambda: "sm_90")
+    cpu = ["--op", "cpu_attention_with_kv_cache", "--platform", "cpu"]
+    for flags, platform in (([], "sm_90"), (["--platform", "gfx950"], "gfx950"), (cpu, "cpu")):
+        assert (
+            document(capsys, [*words[:1], *flags], 0)["case"].get("platform", "gfx942") == platform
+        )
 
 
 def test_the_platform_of_a_machine(monkeypatch):

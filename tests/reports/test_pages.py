@@ -536,4 +536,3 @@ def test_the_first_picture_follows_the_summary(tmp_path, title):
     assert header.count("<img") == 1
     assert "<img" not in body
     assert 'href="#picture"' in body
-
