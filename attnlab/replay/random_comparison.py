@@ -116,7 +116,7 @@ class Comparison(Shown):
         for one in self.cases:
             if one.outcomes[0].is_wrong:
                 command = one.case.to_cli().replace("attnlab run", "attnlab diagnose", 1)
-                return [Words(f"why: {command}", "quiet")]
+                return [Words(f"why: {command} --html page.html", "quiet")]
         return []
 
 
