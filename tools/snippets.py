@@ -189,7 +189,12 @@ RULES = (
         added="",
         marker="releases",
     ),
-    Rule(pattern=r"^attnlab run.*--source", reason="", added="", marker="releases"),
+    Rule(pattern=r"^attnlab (run|compare|page).*--source", reason="", added="", marker="releases"),
+    Rule(
+        pattern=r"^attnlab new-investigation",
+        reason="needs a call that fails; tests/replay/test_new_investigation.py runs it",
+    ),
+    Rule(pattern=r"^attnlab compare", reason="", added="--random 2", marker="slow"),
 )
 
 
