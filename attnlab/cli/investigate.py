@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Int, Number
+from attnlab.case.fields import Int, Number, is_plugin
 from attnlab.case.flags import flag, notebook_parameters
 from attnlab.cli.command import Command, errors, print_json, progress, show
 
@@ -254,21 +254,27 @@ def _add_new_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _new(args: argparse.Namespace) -> int:
+    folder, start = args.notebooks_folder, args.start
+    if not folder.is_dir():
+        text = f"notebooks-folder must be a folder, got {folder}"
+        raise InvalidCase(text, field="notebooks-folder")
+    is_id = "[" in start or start.startswith("test_")
+    if not (is_id or is_plugin(start) or Path(start).expanduser().exists()):
+        text = f"from must be a call, a Case, a pytest id or a kernel, got {start!r}"
+        raise InvalidCase(text, field="from")
+
     from attnlab.replay.new_investigation import next_notebook, read_start, write_notebook
 
-    if not args.notebooks_folder.is_dir():
-        text = f"notebooks-folder must be a folder, got {args.notebooks_folder}"
-        raise InvalidCase(text, field="notebooks-folder")
-    path = next_notebook(args.notebooks_folder, args.title)
-    start = read_start(
-        args.start, kernel=args.kernel or "", source=args.source or "", stage=args.stage
-    )
+    path = next_notebook(folder, args.title)
+    kernel, source = args.kernel or "", args.source or ""
     with progress("running the experiments"):
-        found = write_notebook(path, start, args.title)
+        begun = read_start(start, kernel=kernel, source=source, stage=args.stage)
+        found = write_notebook(path, begun, args.title)
     if args.json:
         print_json({"notebook": str(path), "cause": found.sentences[0]})
     else:
-        print(f"{found.sentences[0]}\nwritten: {path}\nrun it: attnlab investigate {path.stem[:2]}")
+        number = path.stem[:2]
+        print(f"{found.sentences[0]}\nwritten: {path}\nrun it: attnlab investigate {number}")
     return 0
 
 
