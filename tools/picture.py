@@ -4,6 +4,7 @@
   ops of the release (``attnlab fetch --ops 0.33.0``).
 - docs/failure.png: the failing stage and the table of stages of vLLM #28490.
 - docs/xray.png: the weights of a kernel whose causal mask admits one key too many.
+- docs/server.png: the top of docs/capture.html. It needs Chromium.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ FIND = {
 
 def main() -> None:
     """Draw the pictures that the arguments name, or all."""
-    draw = {"xray": draw_xray, "failure": draw_failure, "find": draw_find}
+    draw = {"xray": draw_xray, "failure": draw_failure, "find": draw_find, "server": draw_server}
     for name in sys.argv[1:] or draw:
         draw[name]()
 
@@ -52,8 +53,6 @@ def draw_find() -> None:
 
     Of vLLM's source, the picture has the faulty line alone.
     """
-    from playwright.sync_api import sync_playwright
-
     from attnlab.diagnosis.diagnose import diagnose
     from attnlab.kernels.vllm.source import fetch_ops
     from attnlab.reports.shared_page import page_of
@@ -66,17 +65,31 @@ def draw_find() -> None:
     alone = dataclasses.replace(page.source, first=page.source.line, lines=(line,))
     cause = f"vLLM 0.33.0, {case.op}: {page.cause}"
     page = dataclasses.replace(page, source=alone, cause=cause)
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder:
         page.write(file := Path(folder) / "find.html")
+        photograph(file, "find.png", last="figure")
+
+
+def draw_server() -> None:
+    """Take a picture of the table of docs/capture.html."""
+    photograph(ROOT / "docs" / "capture.html", "server.png", last="table:first-of-type tr:nth-child(3)")
+
+
+def photograph(file: Path, name: str, last: str) -> None:
+    """Save the page's top, down to the last element of the selector, in docs/."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": 1000, "height": 900}, device_scale_factor=1.5)
         view.goto(file.as_uri())
-        bottom = view.locator("figure").last.bounding_box()
+        bottom = view.locator(last).last.bounding_box()
         height = bottom["y"] + bottom["height"]
         clip = {"x": 0, "y": 0, "width": 1000, "height": height}
-        view.screenshot(path=ROOT / "docs" / "find.png", clip=clip, full_page=True)
+        view.screenshot(path=ROOT / "docs" / name, clip=clip, full_page=True)
         browser.close()
+    print(ROOT / "docs" / name)
 
 
 def draw_xray() -> None:
