@@ -11,8 +11,8 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -149,9 +149,10 @@ class FieldType(Protocol):
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of several names."""
+    """One of several names; ``meanings`` has what each does, for --help-all, if the names do not say it."""
 
     choices: tuple[str, ...]
+    meanings: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     @property
     def allowed(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import FieldType, Flag, Int, Maybe, Number, refuse, suggestion
+from attnlab.case.fields import FieldType, Flag, Int, Maybe, Number, OneOf, refuse, suggestion
 
 # Fields by name, each declared with a group, a type and a help text.
 Declarations = Mapping[str, "dataclasses.Field[Any]"]
@@ -85,11 +85,14 @@ def add_field_flags(parser: argparse.ArgumentParser, fields: Declarations) -> No
         inner = kind.kind if isinstance(kind, Maybe) else kind
         optional = {"nargs": "?", "const": "true"} if isinstance(inner, Flag) else {}
         default = kind.text(field.default)
+        allowed = kind.allowed
+        if isinstance(kind, OneOf) and kind.meanings:
+            allowed = "; ".join(f"{choice}: {text}" for choice, text in kind.meanings.items())
         groups[title].add_argument(
             "--" + name.replace("_", "-"),
             dest="field_" + name,
             metavar="VALUE",
-            help=f"{field.metadata['help']}; {kind.allowed} (default: {default})".replace(
+            help=f"{field.metadata['help']}; {allowed} (default: {default})".replace(
                 "%", "%%"
             ),
             **optional,

@@ -149,21 +149,26 @@ def print_json(document: Any) -> None:
     print(json.dumps(json_value(document), indent=2, allow_nan=False))
 
 
-def show(noun: Shown) -> None:
-    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says."""
-    from attnlab.show.sheets import WIDTH, text
+def show(noun: Shown, note: str = "") -> None:
+    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says.
 
+    ``note`` is added to its first line.
+    """
+    from attnlab.show.sheets import WIDTH, sheet_of, text
+
+    if note:
+        noun = sheet_of(noun).noted(note)
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = _console(width=WIDTH if fixed else None)
     console.print(text(noun, complete=True), crop=False)
 
 
-def put(noun: Any, as_json: bool, **more: Any) -> None:
-    """Print a noun: its sheet, or the document of its ``to_dict`` with ``more``."""
+def put(noun: Any, as_json: bool, note: str = "", **more: Any) -> None:
+    """Print a noun: its sheet with ``note``, or the document of its ``to_dict`` with ``more``."""
     if as_json:
         print_json({**noun.to_dict(), **more})
     else:
-        show(noun)
+        show(noun, note)
 
 
 def notice(text: str) -> None:
@@ -308,11 +313,13 @@ def case_of_flags(args: argparse.Namespace) -> Case:
 
 def with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
     """Return the Case with the platform that was given, else of the machine's GPU, else the default; and
-    which of them it is."""
+    which of them it is. ``args.assumed`` is the note of an assumed platform, or ""."""
+    args.assumed = ""
     if args.field_platform is not None or args.case is not None:
         return case, "case"
     platform, allowed = machine_platform(), case.spec.platforms
     if platform is None or (allowed is not None and platform not in allowed):
+        args.assumed = f"platform {case.platform} is assumed"
         return case, "assumed"
     return case.replace(platform=platform), "machine"
 

@@ -147,7 +147,7 @@ def _decode_error(args: argparse.Namespace) -> int:
 
     decoded = decode(found, case, platform_by=platform_by)
     command.share(args, decoded)
-    put(decoded, args.json)
+    put(decoded, args.json, args.assumed)
     return 0
 
 
@@ -280,7 +280,7 @@ def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., N
         document = result.to_dict(_MOST_PLACES)
         print_json(document if other is None else {**document, "against": other.to_dict()})
     else:
-        show(result)
+        show(result, args.assumed)
         if other is not None:
             show(other)
     return 0 if result.status == "match" and (other is None or other.is_equal) else 1

@@ -27,14 +27,16 @@ from attnlab.weights.xray import KeyColumns, XRay, key_columns, law_points
 
 
 def case_texts(case: Case) -> dict[str, str]:
-    """Return the Case as JSON, as a command line, as a Python expression and as a vLLM test id.
+    """Return the Case as a cell of a notebook, JSON, a command line, a Python expression and a vLLM test id.
 
-    :func:`read_case` reads all but the expression, which starts from the nearest test id. The test id is
-    "" if it cannot express the Case.
+    :func:`read_case` reads all but the cell and the expression, which starts from the nearest test id. The
+    test id is "" if it cannot express the Case.
     """
     test_id, changes = nearest_id(case)
     arguments = "".join(f", {name}={value!r}" for name, value in changes.items())
+    fields = ", ".join(f"{name}={value!r}" for name, value in case.changes().items())
     return {
+        "code": f"import attnlab\n\ncase = attnlab.Case({fields})\nattnlab.explorer(case)",
         "JSON": json.dumps(case.changes()),
         "command line": case.to_cli(),
         "from a test id": f'Case.from_test_id("{test_id}"{arguments})',
@@ -214,6 +216,7 @@ def _law(found: XRay, is_dark: bool) -> Rendered:
 # CaseTextBox: the part of an explorer that shows its Case as text and reads a pasted one.
 
 _TOOLTIPS = {
+    "code": "A cell that makes this case and shows it in an explorer.",
     "JSON": "The fields that differ from their defaults, for Case.from_json.",
     "command line": "The command that runs this case in a terminal.",
     "from a test id": "A Python expression: the nearest test of vLLM, and the fields that differ.",
@@ -229,7 +232,7 @@ class CaseTextBox:
         self._on_case = on_case
         shared: dict[str, Any] = {"layout": {"width": "auto"}}
         self.texts = {
-            name: ipw.Textarea(tooltip=tooltip, rows=2, **shared)
+            name: ipw.Textarea(tooltip=tooltip, rows=4 if name == "code" else 2, **shared)
             for name, tooltip in _TOOLTIPS.items()
         }
         self.pasted = ipw.Text(

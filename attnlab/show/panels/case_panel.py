@@ -347,6 +347,9 @@ class Panel:
             for name, control in self.controls.items():
                 control.explain(problem.text if problem is not None and name == at_fault else "")
             self._mark_changes(at_fault)
+            fixed = set() if problem is not None else inputs.without_effect(draft.case())
+            for name, control in self.controls.items():
+                control.disable(name in fixed)
             if problem is not None:
                 self._worker.cancel()
                 self.progress.end(f"invalid case: {problem.text}")

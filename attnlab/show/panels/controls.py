@@ -16,7 +16,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import BackendName, FieldType, Flag, Maybe, OneOf
-from attnlab.case.masks import MASKS
+from attnlab.case.masks import MASK_DATA, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.stages import STAGES
@@ -36,8 +36,9 @@ _DTYPES = {
 
 
 def sentence(text: str) -> str:
-    """Return a help text as a sentence, with a capital letter and a full stop."""
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    """Return a help text as a sentence, with a capital letter, unless it starts with a name, and a full stop."""
+    is_name = "_" in text.partition(" ")[0]
+    return (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")
 
 
 CHOICES: dict[str, dict[str, str]] = {
@@ -130,6 +131,28 @@ CHOICES: dict[str, dict[str, str]] = {
     },
     "reference_dtype": _DTYPES,
 }
+
+
+# Which fields change nothing, or have one allowed value, given the others: their controls are disabled.
+
+_DRAWN = ("num_seqs", "draw_max_query_len", "draw_max_ctx_len", "force_decode")
+_HAS_EFFECT: dict[str, Callable[[Case], bool]] = {
+    **dict.fromkeys(_DRAWN, lambda case: case.query_lens is None),
+    **{name: lambda case, name=name: MASKS[case.mask].data == name for name in MASK_DATA},
+    **dict.fromkeys(("kv_head_range", "seq_range", "op_argument"), lambda case: case.backend == "vllm"),
+    **dict.fromkeys(
+        ("rocm_custom_paged_attn", "aiter_paged_attn"),
+        lambda case: case.machine.is_rocm and case.release == "0.11.2",
+    ),
+    "cache_write": lambda case: case.is_fp8,
+    "freed": lambda case: case.sliding_window > 0,
+}
+
+
+def without_effect(case: Case) -> set[str]:
+    """Return the fields that change nothing in this Case, or whose other values it does not allow."""
+    fixed = {name for name, has_effect in _HAS_EFFECT.items() if not has_effect(case)}
+    return {name for name in fixed if getattr(case, name) == FIELDS[name].default or name in _DRAWN}
 
 
 # Draft: the values of a panel's controls before they form a valid Case.
@@ -239,6 +262,10 @@ class Control:
         """Show below the input why its value is wrong; "" hides the message."""
         self.message.value = f'<span class="attnlab-wrong">{escape(text)}</span>' if text else ""
         self.message.layout.display = "" if text else "none"
+
+    def disable(self, is_disabled: bool) -> None:
+        """Disable the input of a field without effect, or enable it."""
+        self.input.disabled = is_disabled
 
     def mark(self, is_changed: bool) -> None:
         """Mark the label of a field that the user has changed, or remove the mark."""

@@ -149,6 +149,11 @@ def new_axes(
 def style_texts(ax: Axes, width: int, is_dark: bool) -> None:
     """Fit the title to a picture of ``width`` CSS pixels, and its colours to the theme; changes the axes."""
     ax.title.set_fontsize("medium" if width > 400 else "small")
+    extent, figure = ax.title.get_window_extent(), ax.get_figure(root=True)
+    assert figure is not None
+    if extent.x0 < 0 or extent.x1 > figure.bbox.x1:  # in the middle of the picture, not of the axes
+        place = ax.get_position()
+        ax.title.set_x((0.5 - place.x0) / place.width)
     if is_dark:
         _make_dark(ax.figure)
 

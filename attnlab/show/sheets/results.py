@@ -594,10 +594,9 @@ def _stage_cell(cell: "StageCell") -> list[Cell]:
 def decoded_error(one: "DecodedError") -> Sheet:
     """Return the sequence, the token and the kernel of an assertion's largest difference."""
     place = f"sequence {one.seq}, token {one.token} of {one.query_len} (row {one.row})"
-    assumed = f"; platform {one.platform} is assumed" if one.platform_by == "assumed" else ""
     return Sheet.of(
         "Decoded error",
-        place + assumed,
+        place,
         Lines(one.sentences()),
         name="DecodedError",
         line=f"{place}, head {one.head}",

@@ -1,5 +1,6 @@
 """Sheet: the content that is displayed for a noun, independent of HTML and of the terminal."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -130,3 +131,8 @@ class Sheet(Shown):
             head=Words(head, tone) if isinstance(head, str) and tone else head,
             parts=[part for part in parts if part is not None],
         )
+
+    def noted(self, note: str) -> "Sheet":
+        """Return the sheet with a note after its head."""
+        head = self.head if isinstance(self.head, Words) else Words(str(self.head))
+        return dataclasses.replace(self, head=dataclasses.replace(head, text=f"{head.text}; {note}"))
