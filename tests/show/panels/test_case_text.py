@@ -19,6 +19,9 @@ def test_texts_round_trip(case: Case) -> None:
     assert read_case(texts["JSON"]) == case
     assert read_case(texts["command line"]) == case
     assert eval(texts["from a test id"], {"Case": Case}) == case
+    names: dict[str, object] = {}
+    exec(texts["code"].removesuffix("\nattnlab.explorer(case)"), names)
+    assert names["case"] == case
     if texts["test id"]:
         assert read_case(texts["test id"]) == case
 

@@ -1,12 +1,23 @@
 """Controls: one per field of a Case, with values, tooltips and groups."""
 
 import pytest
+import torch
+from helpers.panels import SMALL
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.lab.lab import Lab
+from attnlab.show.panels import explorer
 from attnlab.show.panels.case_panel import MAIN, group_boxes, names_in
-from attnlab.show.panels.controls import CHOICES, Control, check_knobs, groups, tooltip_of
+from attnlab.show.panels.controls import (
+    CHOICES,
+    Control,
+    check_knobs,
+    groups,
+    tooltip_of,
+    without_effect,
+)
 
 
 def values_of(name: str) -> list[object]:
@@ -95,3 +106,46 @@ def test_a_text_that_is_no_integer_is_rejected(text: str) -> None:
     with pytest.raises(InvalidCase) as error:
         control.read()
     assert error.value.field == "num_heads"
+
+
+def test_a_tooltip_keeps_names_as_they_are() -> None:
+    texts = "\n".join(tooltip_of(name) for name in FIELDS)
+    assert "max_seq_len is None." in texts
+    assert "Max_seq_len" not in texts
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        SMALL.replace(query_lens=(5, 1), ctx_lens=(20, 33), platform="sm_90"),
+        SMALL.replace(op="unified_attention", mask="ranges", release="0.33.0"),
+    ],
+)
+def test_fields_without_effect_change_nothing(case) -> None:
+    """Each other value of a disabled field is refused, or gives the same bits and the same kernels."""
+    lab = Lab()
+    right = lab.run(case)
+    fixed = without_effect(case)
+    assert {"freed", "cache_write", "op_argument", "causal_seqs"} <= fixed
+    for name in fixed:
+        for value in values_of(name):
+            try:
+                other = case.replace(**{name: value})
+            except InvalidCase:
+                continue
+            again = lab.run(other)
+            assert torch.equal(again.output.nan_to_num(), right.output.nan_to_num()), (name, value)
+            assert again.decision.kernels == right.decision.kernels
+
+
+def test_controls_without_effect_are_disabled() -> None:
+    view = explorer(SMALL)
+    disabled = lambda: {n for n, c in view.controls.items() if c.input.disabled}  # noqa: E731
+    assert "cache_write" in disabled()
+    assert "sliding_window" not in disabled()
+    view.set(kv_cache_dtype="fp8")
+    assert "cache_write" not in disabled()
+    view.controls["num_heads"].input.value = "1e9"  # not a Case: nothing is disabled
+    assert disabled() == set()
+    view.cancel()

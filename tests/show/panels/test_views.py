@@ -184,3 +184,13 @@ def test_no_label_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(
         one.x0 >= 0 and one.x1 <= width and one.y0 >= 0 and one.y1 <= height for one in labels
     )
+
+
+def test_titles_are_inside_their_pictures() -> None:
+    """The margin at each side of a picture has no ink in the row of its title."""
+    view = explorer(SMALL)
+    assert view.wait(30)
+    for name, rendered in view._rendered.items():
+        pixels = matplotlib.image.imread(io.BytesIO(rendered.png))
+        title = pixels[: int(rendered.transform.top * pixels.shape[0]) - 3, :, :3]
+        assert np.ptp(title[:, :3]) == np.ptp(title[:, -3:]) == 0, name
