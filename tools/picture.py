@@ -72,7 +72,9 @@ def draw_find() -> None:
 
 def draw_server() -> None:
     """Take a picture of the table of docs/capture.html."""
-    photograph(ROOT / "docs" / "capture.html", "server.png", last="table:first-of-type tr:nth-child(3)")
+    photograph(
+        ROOT / "docs" / "capture.html", "server.png", last="table:first-of-type tr:nth-child(3)"
+    )
 
 
 def photograph(file: Path, name: str, last: str) -> None:

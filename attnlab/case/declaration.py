@@ -118,9 +118,7 @@ class CaseFields(Shown):
     )
     op_argument: str = _test(
         NONE,
-        OneOf(
-            (NONE, *OP_ARGUMENTS), {name: one.summary for name, one in OP_ARGUMENTS.items()}
-        ),
+        OneOf((NONE, *OP_ARGUMENTS), {name: one.summary for name, one in OP_ARGUMENTS.items()}),
         "argument of the op that no other field sets, by a name (backend vllm); `attnlab check --coverage` "
         "lists the arguments of each op",
     )

@@ -92,9 +92,7 @@ def add_field_flags(parser: argparse.ArgumentParser, fields: Declarations) -> No
             "--" + name.replace("_", "-"),
             dest="field_" + name,
             metavar="VALUE",
-            help=f"{field.metadata['help']}; {allowed} (default: {default})".replace(
-                "%", "%%"
-            ),
+            help=f"{field.metadata['help']}; {allowed} (default: {default})".replace("%", "%%"),
             **optional,
         )
 

@@ -142,7 +142,9 @@ def _run(args: argparse.Namespace) -> int:
             on_step("the smallest reproduction")
             script = _script(one, case, _given(args)) if args.html is not None else ("", "")
             command.share(args, one.found, result=one.run_again(), script=script)
-    put(one.found, args.json, "" if is_call else args.assumed)  # a diagnosis of a call lists its own
+    put(
+        one.found, args.json, "" if is_call else args.assumed
+    )  # a diagnosis of a call lists its own
     if one.found.status == "not decided":
         return 3
     return 1 if one.found.is_wrong else 0

@@ -24,11 +24,15 @@ SUMMARY = ("failed", "where", "since", "cause", "fix", "status")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Hold one entry of a timeline: a name such as "PR #28905", what happened, and a link or ""."""
+    """Hold one entry of a timeline: a name such as "PR #28905", what happened, and a link or "".
+
+    ``date``: when, such as "2025-11-18", or "" if it is not known.
+    """
 
     name: str
     text: str
     url: str = ""
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,9 @@ _DTYPES = {
 def sentence(text: str) -> str:
     """Return a help text as a sentence, with a capital letter, unless it starts with a name, and a full stop."""
     is_name = "_" in text.partition(" ")[0]
-    return (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")
+    return (
+        (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")
+    )
 
 
 CHOICES: dict[str, dict[str, str]] = {
@@ -139,7 +141,9 @@ _DRAWN = ("num_seqs", "draw_max_query_len", "draw_max_ctx_len", "force_decode")
 _HAS_EFFECT: dict[str, Callable[[Case], bool]] = {
     **dict.fromkeys(_DRAWN, lambda case: case.query_lens is None),
     **{name: lambda case, name=name: MASKS[case.mask].data == name for name in MASK_DATA},
-    **dict.fromkeys(("kv_head_range", "seq_range", "op_argument"), lambda case: case.backend == "vllm"),
+    **dict.fromkeys(
+        ("kv_head_range", "seq_range", "op_argument"), lambda case: case.backend == "vllm"
+    ),
     **dict.fromkeys(
         ("rocm_custom_paged_attn", "aiter_paged_attn"),
         lambda case: case.machine.is_rocm and case.release == "0.11.2",

@@ -135,4 +135,6 @@ class Sheet(Shown):
     def noted(self, note: str) -> "Sheet":
         """Return the sheet with a note after its head."""
         head = self.head if isinstance(self.head, Words) else Words(str(self.head))
-        return dataclasses.replace(self, head=dataclasses.replace(head, text=f"{head.text}; {note}"))
+        return dataclasses.replace(
+            self, head=dataclasses.replace(head, text=f"{head.text}; {note}")
+        )
