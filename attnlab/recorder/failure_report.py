@@ -8,22 +8,27 @@ import signal
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
-from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.diagnosis.captured import diagnose_captured, problem_of
+from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.kernels.child_process import can_copy, run_in_copy
 from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.recorder.capture import Recorded, not_recording
 from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
+from attnlab.reports.pages import render_page
+from attnlab.reports.shared_page import Picture, error_picture
 from attnlab.show import sheets
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import in_numbers
 
 MOST_LINES = 15
 _WIDTH = 100
@@ -328,31 +333,6 @@ def folder_name(node_id: str) -> str:
     return f"{name[: _MOST_NAME - 9]}-{digest}"
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
-h1 {{ font-size: 1.3em; overflow-wrap: anywhere }}
-dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .2em 1em }}
-dt {{ opacity: .7 }} dd {{ margin: 0; overflow-wrap: anywhere }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<dl>{facts}</dl>
-{sheets}
-<p>To repeat the diagnosis: <code>attnlab diagnose --call call.safetensors{kernel}</code></p>
-</body>
-</html>
-"""
-
-
 def page(
     node_id: str,
     report: FailureReport,
@@ -366,12 +346,30 @@ def page(
         one = judgement.comparison
         facts.append(("tolerance", f"atol {one.atol:g}, rtol {one.rtol:g}"))
     facts.append(("origin", str(call.origin)))
-    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in facts)
     nouns = [] if judgement is None else [sheets.html(judgement.diagnosis)]
     if found is not None and found.sheet:
         nouns = [found.sheet]
     kernel = "" if recorded.is_write else f" --kernel {recorded.kernel}"
     if not call.is_foreign:
         kernel = " --source VLLM"
-    body = "\n".join([*nouns, sheets.html(call)])
-    return _PAGE.format(title=escape(node_id), facts=rows, sheets=body, kernel=escape(kernel))
+    return render_page(
+        "failure.html.j2",
+        title=node_id,
+        facts=facts,
+        drawn=[] if judgement is None else _pictures(call, judgement.diagnosis),
+        sheets=[*nouns, sheets.html(call)],
+        command=f"attnlab diagnose --call call.safetensors{kernel}",
+    )
+
+
+def _pictures(call: KernelCall, diagnosis: Diagnosis) -> list[Picture]:
+    """Return the picture of the wrong rows and heads of an attention output; none if nothing is wrong."""
+    if call.spec.writes_cache or not diagnosis.wrong_rows:
+        return []
+    call = call.cpu()
+    found = locate(problem_of(call), in_numbers(call).buffer)
+    starts = call.query_start_loc.long()
+    query_lens = (starts[1:] - starts[:-1]).tolist()
+    ctx_lens = (call.seq_lens.long() - (starts[1:] - starts[:-1])).tolist()
+    lengths = Lengths(query_lens=tuple(query_lens), ctx_lens=tuple(ctx_lens))
+    return [error_picture(lengths, found.error, found.is_wrong)]

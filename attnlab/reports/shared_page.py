@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
 from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
@@ -26,7 +27,6 @@ from attnlab.show.sheets.sheet import Bar, Facts, Grid, Hidden, Lines, Link, Par
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
-    from attnlab.lab.error_map import ErrorMap
     from attnlab.lab.result import Result
 
 _CONTEXT = 4  # lines of the source before and after the faulty one
@@ -234,24 +234,27 @@ def pictures_of(result: "Result") -> tuple[Picture, ...]:
     if result.errors is None:
         return ()
     errors = result.errors if result.errors.is_derived else result.compare_with_rounding()
-    found = [error_picture(errors)]
+    found = [error_picture(errors.lengths, errors.error, errors.mismatches > 0)]
     if result.memory is not None and result.memory.slots:
         found.append(slot_picture(result.memory.slot_map(result.cache.provenance)))
     return tuple(found)
 
 
-def error_picture(errors: "ErrorMap") -> Picture:
-    """Draw which heads of which rows are wrong."""
-    wrong = errors.mismatches > 0
+def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -> Picture:
+    """Draw which heads of which rows are wrong.
+
+    ``errors`` [num_tokens, num_heads]: the largest of each head, -inf if it did not run; ``wrong``: of the
+    same shape, bool.
+    """
     rows = _shown(wrong.any(1).tolist(), _MOST_ROWS)
-    heads = range(min(errors.mismatches.shape[1], _MOST_COLUMNS))
+    heads = range(min(wrong.shape[1], _MOST_COLUMNS))
     labels, cells = [], []
     for row in rows:
-        seq, token = errors.lengths.locate(row)
+        seq, token = lengths.locate(row)
         labels.append(f"sequence {seq}, token {token}")
         line = []
         for head in heads:
-            error, is_wrong = float(errors.error[row, head]), bool(wrong[row, head])
+            error, is_wrong = float(errors[row, head]), bool(wrong[row, head])
             ran = error != -math.inf
             name = "idle" if not ran else "wrong" if is_wrong else "right"
             line.append((name, f"sequence {seq}, token {token}, head {head}: error {error:.3g}"))

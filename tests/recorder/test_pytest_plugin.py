@@ -202,6 +202,8 @@ def test_the_saved_call_and_the_page(run):
     assert "scale_doubled" in page
     assert "<script" not in page
     assert "src=" not in page
+    assert "heads are wrong" in page
+    assert '<g class="wrong">' in page
     assert Path(found["attnlab_page"]).is_relative_to(run[0] / "attnlab-failures")
 
 

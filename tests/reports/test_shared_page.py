@@ -36,7 +36,8 @@ def test_the_picture_marks_the_wrong_cells_alone() -> None:
     result = attnlab.run(CASE)
     wrong = int((result.compare_with_rounding().mismatches > 0).sum())
     assert wrong > 0
-    picture = error_picture(result.compare_with_rounding())
+    errors = result.compare_with_rounding()
+    picture = error_picture(errors.lengths, errors.error, errors.mismatches > 0)
     assert picture.svg.count('<g class="wrong">') == wrong
     assert picture.svg.count("<path") == wrong
     assert f"{wrong // 4} of 18 rows and 4 of 4 heads are wrong" in picture.title

@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 def sentence(text: str) -> str:
-    """Return a help text as a sentence, with a capital letter, unless it starts with a name, and a full stop."""
+    """Return a help text as a sentence with a full stop, and a capital letter unless it starts with a name."""
     is_name = "_" in text.partition(" ")[0]
     return (
         (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")

@@ -145,11 +145,14 @@ def _scalar(name: str, value: object) -> str:
 
 
 def _tensors(noun: Any) -> Grid:
-    """Return a row for each tensor field of a noun: shape, dtype, strides and contents."""
+    """Return a row for each tensor field of a noun: shape, dtype, strides and contents.
+
+    Tensors of one number, which stand for new tokens that an op reads from the cache, have no row.
+    """
     rows: list[Row] = []
     for field in dataclasses.fields(noun):
         tensor = getattr(noun, field.name)
-        if hasattr(tensor, "stride"):
+        if hasattr(tensor, "stride") and (tensor.dim() < 3 or any(tensor.stride())):
             strides = Words(", ".join(map(str, tensor.stride())), "quiet")
             shape = " × ".join(map(str, tensor.shape))
             rows.append([field.name, shape, _dtype(tensor), strides, contents(tensor)])
