@@ -7,6 +7,7 @@ of :class:`~attnlab.case.case.Case` therefore has a control without further code
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -36,7 +37,7 @@ _DTYPES = {
 
 
 def sentence(text: str) -> str:
-    """Return a help text as a sentence with a full stop, and a capital letter unless it starts with a name."""
+    """Return a help text as a sentence, with a capital letter unless it starts with a name."""
     is_name = "_" in text.partition(" ")[0]
     return (
         (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")
@@ -137,10 +138,15 @@ CHOICES: dict[str, dict[str, str]] = {
 
 # Which fields change nothing, or have one allowed value, given the others: their controls are disabled.
 
+
+def _takes(name: str, case: Case) -> bool:
+    return MASKS[case.mask].data == name
+
+
 _DRAWN = ("num_seqs", "draw_max_query_len", "draw_max_ctx_len", "force_decode")
 _HAS_EFFECT: dict[str, Callable[[Case], bool]] = {
     **dict.fromkeys(_DRAWN, lambda case: case.query_lens is None),
-    **{name: lambda case, name=name: MASKS[case.mask].data == name for name in MASK_DATA},
+    **{name: partial(_takes, name) for name in MASK_DATA},
     **dict.fromkeys(
         ("kv_head_range", "seq_range", "op_argument"), lambda case: case.backend == "vllm"
     ),
