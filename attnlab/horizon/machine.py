@@ -438,6 +438,9 @@ class _Watch:
             scope.set_attr(builder, name, self._watched(getattr(builder, name), op))
         scope.set_attr(builder, "create_int_cast", self._cast(builder.create_int_cast))
         scope.set_attr(builder, "create_extern_elementwise", self._unknown)
+        scope.set_attr(
+            builder, "create_dot", lambda builder, a, b, c, *rest: c
+        )  # no address uses it
         scope.set_attr(builder, "create_inline_asm", self._assembly)
         scope.set_attr(builder, "create_masked_load", self._load)
         scope.set_attr(builder, "create_masked_store", self._store)

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -379,9 +379,14 @@ def kernel_files(source: Path) -> tuple[Path, list[Path]]:
     return (_root_of(found[0]) if found else source), found
 
 
-def load_kernels(source: Path) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
-    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason."""
-    root, paths = kernel_files(source)
+def load_kernels(
+    source: Path, only: Sequence[Path] | None = None
+) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
+    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason.
+
+    ``only``: the files of the folder ``source``, which contains the package, to take kernels from.
+    """
+    root, paths = kernel_files(source) if only is None else (source, list(only))
     files: dict[Path, KernelFile] = {}
     broken: dict[str, str] = {}
     for path in paths:

@@ -1,5 +1,6 @@
 """The horizon of every kernel of a source, and what it means for a deployment."""
 
+import dataclasses
 import functools
 import re
 import time
@@ -217,6 +218,8 @@ def survey(
     deployment: Deployment | None = None,
     launches: Sequence[Launch] = (),
     is_assuming: bool = True,
+    files: Sequence[Path] | None = None,
+    sizes: Sequence[str] | None = None,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
     """Return the horizons of the kernels of a source.
@@ -224,12 +227,14 @@ def survey(
     - ``op``: part of the path or of the name of the kernels to run; "" for all.
     - ``launches``: descriptions that are tried before attnlab's own.
     - ``is_assuming``: whether kernels without a description are run with a launch that attnlab guesses.
+    - ``files``: those of the folder ``source`` whose kernels are asked for, None for all.
+    - ``sizes``: those whose horizon is asked for, if no other size is limited by their product; None for all.
 
     Raises InvalidCase for a source without such a kernel, and if ``op`` names kernels that the deployment
     does not fit.
     """
     begin = time.process_time()
-    kernels, files, broken = load_kernels(source)
+    kernels, loaded, broken = load_kernels(source, files)
     kernels = [one for one in kernels if op in f"{one.shown}:{one.name}"]
     if not kernels:
         raise InvalidCase(
@@ -242,20 +247,26 @@ def survey(
         own = [launch for launch in described if launch.suits(one.shown, one.name)]
         for launch in own:
             try:
-                sizes = {} if deployment is None else deployment.sizes
-                tasks.append((one, [launch.at(sizes)], False))
+                at = launch.at({} if deployment is None else deployment.sizes)
+                asked = tuple(n for n in at.sweep if sizes is None or _is_asked(n, at, sizes))
+                tasks.append((one, [dataclasses.replace(at, sweep=asked)], False))
             except InvalidCase as error:  # the library takes another kernel for this deployment
                 refused.append(error)
         if not own and is_assuming:
             tasks.append((one, [], True))
     if refused and not tasks:
         raise refused[0]
-    paths = [str(path) for path in files]
+    paths = [str(path) for path in loaded]
     found, seconds = _run(tasks, paths, on_step)
     seconds += time.process_time() - begin
     return Survey(
         source=str(source), kernels=found, deployment=deployment, broken=broken, seconds=seconds
     )
+
+
+def _is_asked(size: str, launch: Launch, sizes: Sequence[str]) -> bool:
+    factors = [n for n, text in launch.within.items() if n != size and size in text]
+    return size in sizes and not factors
 
 
 def _run(

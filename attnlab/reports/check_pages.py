@@ -212,13 +212,14 @@ def write_releases(path: Path, table: ReleaseTable) -> None:
 
 def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
     finding, first = fault.finding, fault.releases[0]
-    source = f" --source $(attnlab fetch --ops {first})" if finding.case.backend == "vllm" else ""
+    is_vllm = finding.case.backend == "vllm" and not finding.horizon
+    source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
     return Row(
         number=number,
         fault=fault,
         spans=spans(table.releases, fault),
         kind=KINDS[finding.kind],
-        command=finding.case.to_cli() + source,
+        command=finding.run(first) + source,
     )
 
 
@@ -301,6 +302,8 @@ def write_pictures(report: Report, backend: Backend, folder: Path, command: str)
 def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Picture:
     """Draw a finding at the Case where it was first found and at its smallest Case, and write ``path``."""
     kind = KINDS[finding.kind]
+    if finding.horizon:
+        return Picture(finding=finding, kind=kind, why="no tensor of this size was allocated")
     if finding.kind == "fails":
         return Picture(
             finding=finding, kind=kind, why="the call raised an error, so there is no output"

@@ -122,10 +122,10 @@ def finding(one: "Finding") -> Sheet:
                 ("diagnosis", one.title),
                 *(("source", line.text) for line in one.lines),
                 ("evidence", one.evidence),
-                ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
+                ("seen in", one.seen_in()),
             ]
         ),
-        Command(one.command, "smallest case"),
+        Command(one.command, "horizon" if one.horizon else "smallest case"),
         tone="bad" if one.is_fault else "warn",
         line=f"{one.op}: {one.kind}, {one.diagnosis}",
     )
@@ -209,7 +209,7 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
             one.op,
             one.kind,
             one.title,
-            one.seen,
+            "" if one.horizon else one.seen,
             one.evidence,
         ]
         for one in found
