@@ -338,7 +338,7 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     text = (
         f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
     )
-    label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
+    label = f"op_argument {case.op_argument}"
     if is_leak:
         return _leak_with_argument(lab, backend, case, text, label)
     may_lack_alibi = case.alibi and "alibi" not in case.argument.needs

@@ -5,6 +5,7 @@ error by itself.
 """
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -138,7 +139,7 @@ class Finding(Shown):
         return dataclasses.replace(joined, names=names, diagnosis=diagnosis)
 
     def seen_in(self, total: int | None = None) -> str:
-        """Return how many cases show the finding, of a total if there is one; a horizon has runs of its own."""
+        """Return how many cases show the finding, of a total if given; a horizon has runs of its own."""
         if self.horizon:
             return "two runs of the kernel"
         of = "" if total is None else f" of {total}"
@@ -159,7 +160,7 @@ class Finding(Shown):
         """
         case, flags = self.case, self.flags
         if self.horizon:
-            return self.run(dict(zip(flags, flags[1:], strict=False)).get("--source", "SOURCE"))
+            return self.run(dict(itertools.pairwise(flags)).get("--source", "SOURCE"))
         if self.kind == "follows_empty_slots":
             flags = (*flags, "--against", "empty_slots=garbage")
         elif not self.is_fault and case.backend != "model" and not case.first_block:

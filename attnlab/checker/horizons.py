@@ -60,11 +60,12 @@ def ops_with_files(op: str, ops: Sequence[str]) -> list[str]:
     return [op, PREFILL] if op == WRAPPER and PREFILL not in ops else [op]
 
 
-def horizon_verdict(backend: VllmBackend, case: Case, ops: Sequence[str]) -> dict[str, Any]:
+def horizon_verdict(backend: Backend, case: Case, ops: Sequence[str]) -> dict[str, Any]:
     """Return the verdict of the horizons of a Case's op, with the keys of ``case_verdict``.
 
     ``ops``: those of :func:`ops_with_files`.
     """
+    assert isinstance(backend, VllmBackend)
     verdict: dict[str, Any] = {"ran": True, "findings": [], "unsupported": "", "not_run": ""}
     verdict |= {"reads": None, "allowed": None, "kernels": [], "points": {}, "arguments": {}}
     try:
@@ -96,14 +97,15 @@ def _finding(row: Row, more: int, case: Case, deployment: Deployment | None) -> 
     assert deployment is not None
     one, words = row.statement, _WORDS[row.statement.size]
     assert one.access is not None
-    fits = f"{row.limits[one.size]:,} fit"
+    fits = f"{row.limits[one.size]:,} fit with {deployment.name} on one GPU of {GPU_MEMORY} GB"
+    place = f"{one.access.site.place} {one.effect}"
     others = f"; further expressions: {more}" if more else ""
     return Finding(
         op=case.op,
         kind=HORIZON if row.is_reached else BEYOND,
         case=case,
-        evidence=f"with {one.wrong_at:,} {words} ({fits} with {deployment.name} on one GPU of {GPU_MEMORY} GB), "
-        f"{one.access.site.place} {one.effect}: {one.site.text} of line {one.site.line} overflows int32{others}",
+        evidence=f"with {one.wrong_at:,} {words} ({fits}), {place}: {one.site.text} of line "
+        f"{one.site.line} overflows int32{others}",
         diagnosis=f"{row.kernel.kernel}: {one.wrong_at:,} {words}",
         horizon=(
             *("--kernel", row.kernel.kernel, "--described", "--deployment", deployment.name),

@@ -31,7 +31,7 @@ from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.run_log import Budget, Memory, RunLog, TooLong
 
 LIMIT = 1 << 31  # the first value that an int32 does not have
-_FIRST, _APART = 1 << 52, 1 << 46  # addresses of tensors: 64 TiB apart
+_FIRST, _APART = 1 << 52, 1 << 52  # addresses of tensors: 4 PiB apart
 _MOST_OPERATIONS = 60_000  # of a run
 _MOST_ITERATIONS = 96  # of a while loop
 _BITS = {
