@@ -1,17 +1,14 @@
-"""The page of a survey: its sheet, and for each kernel a plot of the margin against the context length."""
+"""The pictures of a survey: for each kernel, a plot of the margin against the context length."""
 
 import base64
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnlab.case.output_file import write_text
 from attnlab.horizon.deployment import GPUS, Deployment
 from attnlab.horizon.survey import Row, Survey
-from attnlab.reports.check_pages import check_packages
-from attnlab.reports.pages import render_page
-from attnlab.show.sheets import html
+from attnlab.reports.shared_page import Picture, themed_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,27 +77,19 @@ def _picture(title: str, rows: list[Row], deployment: Deployment, *, is_dark: bo
     return base64.b64encode(room.getvalue()).decode()
 
 
-def write_survey(path: Path, one: Survey, command: str) -> None:
-    """Write the page; ``command`` writes it again.
-
-    Raises Unavailable if a package of the page is missing, InvalidCase if the file cannot be written.
-    """
-    check_packages()
+def margin_pictures(one: Survey) -> list[Picture]:
+    """Return a plot for each kernel with a described launch."""
     deployment = one.deployment or Deployment()
     by_kernel: dict[str, list[Row]] = {}
     for row in one.rows:
         if row.kernel.launch is not None and not row.kernel.launch.is_assumed:
-            by_kernel.setdefault(f"{row.kernel.kernel} ({Path(row.kernel.file).name})", []).append(
-                row
-            )
-    plots: list[dict[str, Any]] = []
+            title = f"{row.kernel.kernel} ({Path(row.kernel.file).name})"
+            by_kernel.setdefault(title, []).append(row)
+    found = []
     for title, rows in by_kernel.items():
         light, dark = (
             _picture(title, rows, deployment, is_dark=is_dark) for is_dark in (False, True)
         )
-        if light:
-            plots.append({"title": title, "light": light, "dark": dark})
-    page = render_page(
-        "horizon.html.j2", title="int32 horizon", sheet=html(one), plots=plots, command=command
-    )
-    write_text(path, page)
+        alt = f"Margin to the horizon of {title} against the tokens of one sequence"
+        found += [themed_picture(f"Margin of {title}", alt, light, dark)] if light else []
+    return found

@@ -52,12 +52,7 @@ def xray_pictures(one: XRay) -> shared_page.Picture:
     """Return the pictures of an X-ray for a page, light and dark."""
     light, dark = (xray_picture(one, is_dark=is_dark) for is_dark in (False, True))
     alt = "Measured, expected and different weights by row and key; measured against expected log weights"
-    picture = (
-        '<picture><source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{alt}" src="data:image/png;base64,{light}"></picture>'
-    )
-    return shared_page.Picture(title="Attention weights by row and key", svg=picture)
+    return shared_page.themed_picture("Attention weights by row and key", alt, light, dark)
 
 
 def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: bool = True) -> str:

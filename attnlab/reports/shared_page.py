@@ -60,6 +60,16 @@ class Picture:
     legend: tuple[tuple[str, str], ...] = ()
 
 
+def themed_picture(title: str, alt: str, light: str, dark: str) -> Picture:
+    """Return a picture of two PNGs in base64, of which a page shows that of its colours."""
+    picture = (
+        '<picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{escape(alt)}" src="data:image/png;base64,{light}"></picture>'
+    )
+    return Picture(title=title, svg=picture)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPage:
     """What a page says.
