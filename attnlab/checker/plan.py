@@ -143,6 +143,7 @@ class Plan:
     - ``case_limit_s``: how long a case may take in a process of its own.
     - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
+    - ``all_ops``: the ops of all libraries of a run with several; empty for one.
     - ``horizon``: also ask for the int32 horizons of each op, if it has Triton kernels in a source.
     """
 
@@ -156,6 +157,7 @@ class Plan:
     coverage: bool = False
     costs: Costs = field(default_factory=packaged_costs, repr=False)
     horizon: bool = True
+    all_ops: tuple[str, ...] = ()
 
     def tasks(self) -> list[Task]:
         """Return a task for each case, op by op, the most informative case of an op first."""
@@ -172,7 +174,7 @@ class Plan:
         return replace(
             first,
             key=f"{self._prefix}{op}/horizon",
-            payload={**first.payload, "horizon": ops_with_files(op, self.ops)},
+            payload={**first.payload, "horizon": ops_with_files(op, self.all_ops or self.ops)},
             cost_s=COST_S,
             memory_bytes=_FIXED_BYTES,
         )

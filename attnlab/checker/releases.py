@@ -108,6 +108,7 @@ class ReleasePlan:
                     library=release.version,
                     costs=self.costs,
                     horizon=self.horizon,
+                    all_ops=self.ops,
                 )
         return found
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.horizon.machine import Libdevice
 from attnlab.kernels.cache_folder import private_folder, writing
 from attnlab.kernels.triton.interpreter import interpreted_triton
 
@@ -233,6 +234,9 @@ class KernelFile:
             module = alias.name if alias.asname else name
             return _triton_or(module)
         module = statement.module or ""
+        if "libdevice" in (alias.name, module.rpartition(".")[2]):
+            library = Libdevice()
+            return library if alias.name == "libdevice" else getattr(library, alias.name)
         if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
             return _triton_or("triton" if alias.name == "triton" else "triton.language")
         file = _module_file(self.path, self.root, module, statement.level)

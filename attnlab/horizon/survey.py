@@ -78,12 +78,15 @@ class Survey(Shown):
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Return the statements whose access is wrong, one for each access and size, the nearest first."""
+        """Return the statements whose access is wrong, one for each access and size, the nearest first.
+
+        Those with a size from 2^30 on, which nearly fills an int32 itself, are in the JSON only.
+        """
         found: dict[tuple[Any, ...], list[Row]] = {}
         limits = {} if self.deployment is None else self.deployment.limits
         for kernel in self.kernels:
             for one in kernel.statements:
-                if one.access is None or kernel.launch is None:
+                if one.access is None or one.is_extreme or kernel.launch is None:
                     continue
                 key = (
                     kernel.file,
