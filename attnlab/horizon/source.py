@@ -25,6 +25,7 @@ from attnlab.kernels.triton.interpreter import interpreted_triton
 _JIT = re.compile(r"\bjit\b")
 _GLUON = re.compile(r"\bgluon\b")
 _HAS_KERNEL = re.compile(rb"^\s*@.*\bjit\b", re.MULTILINE)
+_LIBDEVICE = ("libdevice", "tldevice")  # Triton's name, and that of vllm.triton_utils
 _REAL = ("triton", "torch", "math", "typing", "functools", "enum", "dataclasses", "collections")
 
 
@@ -234,9 +235,9 @@ class KernelFile:
             module = alias.name if alias.asname else name
             return _triton_or(module)
         module = statement.module or ""
-        if "libdevice" in (alias.name, module.rpartition(".")[2]):
+        if alias.name in _LIBDEVICE or module.endswith(".libdevice"):
             library = Libdevice()
-            return library if alias.name == "libdevice" else getattr(library, alias.name)
+            return library if alias.name in _LIBDEVICE else getattr(library, alias.name)
         if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
             return _triton_or("triton" if alias.name == "triton" else "triton.language")
         file = _module_file(self.path, self.root, module, statement.level)
