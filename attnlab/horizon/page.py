@@ -60,7 +60,7 @@ def plot_margins(
     return ax
 
 
-def _picture(title: str, rows: list[Row], deployment: Deployment, *, is_dark: bool) -> str:
+def _picture(rows: list[Row], deployment: Deployment, *, is_dark: bool) -> str:
     """Return a PNG in base64, "" without lines."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
@@ -71,7 +71,7 @@ def _picture(title: str, rows: list[Row], deployment: Deployment, *, is_dark: bo
     memory = {f"{name} ({gb} GB)": deployment.cache_tokens(gb) for name, gb in GPUS.items()}
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(9, 4.2 + 0.22 * len(lines)), layout="constrained")
-        plot_margins(lines, memory, title=title, ax=figure.add_subplot())
+        plot_margins(lines, memory, ax=figure.add_subplot())
         room = io.BytesIO()
         figure.savefig(room, format="png", dpi=110, transparent=True)
     return base64.b64encode(room.getvalue()).decode()
@@ -88,7 +88,7 @@ def margin_pictures(one: Survey) -> list[Picture]:
     found = []
     for title, rows in by_kernel.items():
         light, dark = (
-            _picture(title, rows, deployment, is_dark=is_dark) for is_dark in (False, True)
+            _picture(rows, deployment, is_dark=is_dark) for is_dark in (False, True)
         )
         alt = f"Margin to the horizon of {title} against the tokens of one sequence"
         found += [themed_picture(f"Margin of {title}", alt, light, dark)] if light else []
