@@ -74,6 +74,11 @@ class KernelHorizon:
     runs: int = 0
     live: int = 0
 
+    @property
+    def is_described(self) -> bool:
+        """Answer whether it ran with a launch that a table describes."""
+        return self.launch is not None and not self.launch.is_assumed
+
 
 class Search:
     """Runs of a launch at different sizes, each run once; ``names``: the parameters of the kernel."""

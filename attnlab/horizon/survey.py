@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,11 +18,9 @@ from attnlab.horizon.launch import Launch, evaluate, read_launches
 from attnlab.horizon.solve import KernelHorizon, Statement, kernel_horizon
 from attnlab.horizon.source import Kernel, load_kernels
 from attnlab.kernels.triton.interpreter import cores
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Sheet, Words
 
 LAUNCHES = Path(__file__).parent / "launches.toml"
 _Task = tuple[Kernel, list[Launch], bool]  # the launches are assumed if the last is true
-_MOST_SIZES = 6  # in a row of the sheet
 _ALONE = 8  # kernels that one process does alone
 
 
@@ -56,6 +53,11 @@ class Row:
             n: evaluate(t, sizes) for n, t in launch.within.items()
         }
         return float(max(value / self.limits[name] for name, value in needed.items()))
+
+    @property
+    def is_described(self) -> bool:
+        """Answer whether the kernel ran with a launch that a table describes."""
+        return self.kernel.is_described
 
     @property
     def is_reached(self) -> bool:
@@ -136,40 +138,6 @@ class Survey(Shown):
             "processor_s": round(self.seconds, 1),
             "exit_code": self.exit_code,
         }
-
-    def sheet(self) -> Sheet:
-        """Return the horizons of described launches, those of assumed ones, and what did not run."""
-        described = [row for row in self.rows if _is_described(row.kernel)]
-        assumed = [row for row in self.rows if not _is_described(row.kernel)]
-        ran = len(self.kernels) - len(self.not_run)
-        summary = f"{ran} of {len(self.kernels)} kernels ran, {len(self.rows)} horizons"
-        if self.deployment is not None:
-            summary += f", {len(self.reached)} reached by {self.deployment.name}"
-        missing = [[f"{k.file}:{k.line}", k.kernel, k.why] for k in self.not_run]
-        missing += [[file, "", why] for file, why in self.broken.items()]
-        part: Part | None = None
-        if described:
-            part = _grid("launches as the library makes them", described, self.deployment)
-        elif any(_is_described(one) for one in self.kernels):
-            text = "launches as the library makes them: no access uses a wrapped value"
-            part = Lines([Words(text, "good")])
-        return Sheet.of(
-            "Horizon",
-            summary,
-            Facts(_facts(self)),
-            part,
-            _grid("launches that attnlab assumes", assumed, None) if assumed else None,
-            Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8)
-            if missing
-            else None,
-            tone="bad" if self.reached else "warn" if self.exit_code else "good",
-            name="Survey",
-        )
-
-
-def _is_described(one: KernelHorizon) -> bool:
-    """Answer whether a kernel ran with a launch that a table describes."""
-    return one.launch is not None and not one.launch.is_assumed
 
 
 def _nearest(rows: list[Row]) -> Row:
@@ -310,47 +278,3 @@ def _counted(tasks: Sequence[Any], on_step: Callable[[int, int], None]) -> Itera
     for i, task in enumerate(tasks):
         yield task
         on_step(i + 1, len(tasks))
-
-
-# The sheet.
-
-
-def _facts(one: Survey) -> list[tuple[str, str]]:
-    facts = [("source", one.source), ("processor time", f"{one.seconds:.0f} s")]
-    if one.deployment is not None:
-        limits = ", ".join(f"{name} {value:,}" for name, value in one.deployment.limits.items())
-        facts.append(("deployment", f"{one.deployment.name}: {limits}"))
-    proof = "each size was run, and the size before it; others are as in the column 'with'"
-    return [*facts, ("proof", proof)]
-
-
-def _grid(title: str, rows: list[Row], deployment: Deployment | None) -> Grid:
-    columns = ["kernel, line", "expression", "wrong from", "with", "effect"]
-    cells: list[list[Any]] = []
-    for row in rows:
-        one = row.statement
-        begin = f"{one.size} {one.wrong_at:,}"
-        if one.wraps_at != one.wrong_at:
-            begin += f" (wraps, but masked, from {one.wraps_at:,})"
-        named = one.sizes
-        if deployment is None and len(named) > _MOST_SIZES:
-            named = {n: v for n, v in named.items() if re.search(rf"\b{n}\b", one.site.text)}
-        others = (
-            ", ".join(f"{name} {value:,}" for name, value in named.items())
-            or "--json has the others"
-        )
-        more = f" and {row.also} more" if row.also else ""
-        name = f"{row.kernel.kernel} {one.site.place}"
-        cells.append([name, Words(one.site.text + more, code=True), begin, others, one.effect])
-        if deployment is not None:
-            cells[-1].append(_verdict(row))
-    if deployment is not None:
-        columns.append("reached")
-    return Grid(columns, cells, title=title, most=20)
-
-
-def _verdict(row: Row) -> Words:
-    if row.margin is None:
-        return Words("size not in the deployment", "quiet")
-    text = f"{'yes' if row.is_reached else 'no'}: {row.margin:.2g} times {row.limits[row.statement.size]:,}"
-    return Words(text, "bad" if row.is_reached else "good")

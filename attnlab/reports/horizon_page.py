@@ -87,9 +87,7 @@ def margin_pictures(one: Survey) -> list[Picture]:
             by_kernel.setdefault(title, []).append(row)
     found = []
     for title, rows in by_kernel.items():
-        light, dark = (
-            _picture(rows, deployment, is_dark=is_dark) for is_dark in (False, True)
-        )
+        light, dark = (_picture(rows, deployment, is_dark=is_dark) for is_dark in (False, True))
         alt = f"Margin to the horizon of {title} against the tokens of one sequence"
         found += [themed_picture(f"Margin of {title}", alt, light, dark)] if light else []
     return found
