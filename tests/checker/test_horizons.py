@@ -16,6 +16,7 @@ from attnlab.checker.report import Report
 from attnlab.horizon.survey import survey
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.source import fetch_ops
 from attnlab.reports.check_files import sarif
 
 pytestmark = [needs_triton, pytest.mark.releases]
@@ -79,8 +80,10 @@ def test_a_size_that_fits_is_a_finding_with_a_line_and_int64_is_silent(tmp_path:
 
 
 def test_a_size_that_does_not_fit_is_a_note() -> None:
-    found = horizons(checked(of_release("0.33.0").path, "unified_attention"))
-    assert {one.kind for one in found} == {BEYOND}
+    found = horizons(checked(fetch_ops("0.9.0"), PREFILL))
+    notes = [one.diagnosis for one in found if one.kind == BEYOND]
+    assert notes == ["_fwd_kernel: 131,073 blocks", "_fwd_kernel_alibi: 131,073 blocks"]
+    assert horizons(checked(of_release("0.33.0").path, "unified_attention")) == []
 
 
 def test_which_kernels_and_which_deployment_count() -> None:
