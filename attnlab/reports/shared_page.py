@@ -140,6 +140,10 @@ def page_of(
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
     cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
+    if sheet.kind == "Report":
+        grids = [part for part in sheet.parts if isinstance(part, Grid)]
+        found = _of_tables([part for part in grids if part.title == "findings"])
+        cause, evidence = (head, [*found, *lines]) if found else (cause, evidence)
     source = None if line is None else excerpt(*line)
     return SharedPage(
         cause=cause,
