@@ -193,11 +193,12 @@ def write_reports(
     - ``device``: "cuda", or "cpu" for Triton's interpreter.
 
     The folder is created if it is missing. A finding without a script (:func:`has_script`) gets a text
-    only. Raises InvalidCase if the folder cannot be created or written.
+    only, an int32 horizon nothing: it has no Case. Raises InvalidCase if the folder cannot be created or written.
     """
     written = []
     make_output_folder(folder, "report")
-    for number, finding in enumerate(findings, 1):
+    of_cases = [finding for finding in findings if not finding.horizon]
+    for number, finding in enumerate(of_cases, 1):
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
