@@ -193,7 +193,8 @@ def write_reports(
     - ``device``: "cuda", or "cpu" for Triton's interpreter.
 
     The folder is created if it is missing. A finding without a script (:func:`has_script`) gets a text
-    only, an int32 horizon nothing: it has no Case. Raises InvalidCase if the folder cannot be created or written.
+    only, an int32 horizon nothing: it has no Case. Raises InvalidCase if the folder cannot be created or
+    written.
     """
     written = []
     make_output_folder(folder, "report")
