@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,10 +53,10 @@ def main() -> int:
     count = len(source.load_kernels(args.source)[0])
     numbers = range(0, count, args.step)
     # A worker ends after some kernels: the memory of a source's modules grows.
-    with ProcessPoolExecutor(
-        args.workers, get_context("spawn"), _open, (args.source,), max_tasks_per_child=60
+    with get_context("spawn").Pool(
+        args.workers, _open, (args.source,), maxtasksperchild=60
     ) as pool:
-        found = list(pool.map(_outcome, numbers))
+        found = pool.map(_outcome, numbers, chunksize=1)
     counts = Counter(one["outcome"] for one in found)
     times = [one["one_by_one_s"] / one["lockstep_s"] for one in found if one["outcome"] == SAME]
     reasons = Counter(one["why"] for one in found if one["outcome"] == ALONE)
