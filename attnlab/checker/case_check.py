@@ -42,6 +42,7 @@ from attnlab.checker.case_run import (
 )
 from attnlab.checker.coverage import relative_points
 from attnlab.checker.finding import Finding
+from attnlab.checker.horizons import horizon_verdict
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -337,7 +338,7 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     text = (
         f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
     )
-    label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
+    label = f"op_argument {case.op_argument}"
     if is_leak:
         return _leak_with_argument(lab, backend, case, text, label)
     may_lack_alibi = case.alibi and "alibi" not in case.argument.needs
@@ -553,6 +554,9 @@ class CheckJob(Job):
         if "finding" in payload:
             small = shrink(lab, backend, Finding.from_verdict(payload["finding"]))
             verdict = {"finding": small.to_verdict()}
+        elif "horizon" in payload:
+            case = Case.from_dict(payload["case"])
+            verdict = horizon_verdict(backend, case, payload["horizon"])
         elif self.coverage:
             with measuring() as measured:
                 verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))

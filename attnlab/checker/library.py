@@ -216,6 +216,8 @@ def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    if finding.horizon:
+        return finding
     if finding.case.op_argument != NONE:
         return dataclasses.replace(finding, no_lines="an op argument is passed")
     if finding.kind not in _KINDS or finding.case.spec.writes_cache:

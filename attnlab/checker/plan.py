@@ -4,7 +4,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +17,7 @@ from attnlab.checker.case_check import MAX_TRIES, CheckJob
 from attnlab.checker.case_run import source_digest, versions
 from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import Finding
+from attnlab.checker.horizons import COST_S, has_horizons, ops_with_files
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.checker.locations import op_locations
 from attnlab.kernels.backend import Backend
@@ -142,6 +143,8 @@ class Plan:
     - ``case_limit_s``: how long a case may take in a process of its own.
     - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
+    - ``all_ops``: the ops of all libraries of a run with several; empty for one.
+    - ``horizon``: also ask for the int32 horizons of each op, if it has Triton kernels in a source.
     """
 
     backend: Backend
@@ -153,10 +156,28 @@ class Plan:
     library: str = ""
     coverage: bool = False
     costs: Costs = field(default_factory=packaged_costs, repr=False)
+    horizon: bool = True
+    all_ops: tuple[str, ...] = ()
 
     def tasks(self) -> list[Task]:
         """Return a task for each case, op by op, the most informative case of an op first."""
-        return [self._task(case) for op in self.ops for case in self._hostile_cases(op)]
+        found = []
+        for op in self.ops:
+            cases = [self._task(case) for case in self._hostile_cases(op)]
+            found += cases
+            if cases and self.horizon and has_horizons(self.backend):
+                found.append(self._horizon_task(op, cases[0]))
+        return found
+
+    def _horizon_task(self, op: str, first: Task) -> Task:
+        """Return the task that asks for the horizons of an op; its payload has the op's first case."""
+        return replace(
+            first,
+            key=f"{self._prefix}{op}/horizon",
+            payload={**first.payload, "horizon": ops_with_files(op, self.all_ops or self.ops)},
+            cost_s=COST_S,
+            memory_bytes=_FIXED_BYTES,
+        )
 
     def _hostile_cases(self, op: str) -> Iterable[Case]:
         return hostile_cases(self.backend, op, self.platform, self.cases, self.seed)
@@ -183,7 +204,7 @@ class Plan:
         """
         found = []
         for first in groups(tasks, outcomes).values():
-            if first.is_stopped:
+            if first.is_stopped or first.finding.horizon:
                 continue
             found.append(shrink_task(first.task, first.finding))
         return found
@@ -224,6 +245,7 @@ class Plan:
                 "cases": self.cases,
                 "seed": self.seed,
                 "case_seconds": self.case_limit_s,
+                "horizon": self.horizon,
             },
             "versions": versions(),
             "shard": str(shard),
@@ -247,6 +269,11 @@ class Plan:
             for op in (self.ops if self.coverage else ())
             if self.backend.has_op(op)
         }
+
+
+def is_case(task: Task) -> bool:
+    """Answer whether a task runs a case; the others ask for the int32 horizons of an op."""
+    return "horizon" not in task.payload
 
 
 def digest_of(case: Case) -> str:

@@ -27,6 +27,7 @@ from attnlab.checker.plan import (
     Plan,
     findings_of,
     groups,
+    is_case,
     packaged_costs,
     shrink_key,
     shrink_task,
@@ -73,6 +74,7 @@ class ReleasePlan:
     seed: int = 0
     case_limit_s: float = 60.0
     costs: Costs = field(default_factory=packaged_costs, repr=False)
+    horizon: bool = True
 
     @cached_property
     def runs(self) -> dict[str, dict[str, str]]:
@@ -105,6 +107,8 @@ class ReleasePlan:
                     case_limit_s=self.case_limit_s,
                     library=release.version,
                     costs=self.costs,
+                    horizon=self.horizon,
+                    all_ops=self.ops,
                 )
         return found
 
@@ -145,6 +149,7 @@ class ReleasePlan:
                 "cases": self.cases,
                 "seed": self.seed,
                 "case_seconds": self.case_limit_s,
+                "horizon": self.horizon,
             },
             "digests": digests,
             "runs": self.runs,
@@ -305,6 +310,8 @@ def _add(found: Rows, header: Header, version: str, group: Group, outcomes: Outc
 
 def _has_same_case(one: Row, other: Row) -> bool:
     """Answer whether two rows are one: a Case has one output, whatever explains it."""
+    if one.finding.horizon:
+        return False
     cases = [{**row.finding.case.changes(), "release": None} for row in (one, other)]
     kinds = {(row.finding.op, row.finding.kind) for row in (one, other)}
     return len(kinds) == 1 and one.first == other.first and cases[0] == cases[1]
@@ -314,7 +321,7 @@ def _new_row(version: str, group: Group, outcomes: Outcomes) -> tuple[Row, Task 
     """Return a row of a group at its smallest Case, or the task that shrinks it if that has not run."""
     finding = dataclasses.replace(group.finding, seen=group.seen)
     row = Row(finding=finding, first=version)
-    if group.is_stopped:
+    if group.is_stopped or finding.horizon:
         return row, None
     shrunk = outcomes.get(shrink_key(group.task, finding))
     if shrunk is None:
@@ -344,12 +351,15 @@ def run_task(
     finding: Finding, version: str, rules: str, like: Task, prefix: str = "confirm"
 ) -> Task | None:
     """Return the task that runs the smallest Case of a finding in a release; None if its rules refuse it."""
+    if finding.horizon:  # what the plan asks of each release
+        key = f"{version}/{finding.op}/horizon"
+        return dataclasses.replace(like, key=key, payload={**like.payload, "library": version})
     try:
         case = finding.case.replace(release=rules)
     except InvalidCase:
         return None
     digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
-    payload: dict[str, Any] = {"library": version, "case": case.changes()}
+    payload: dict[str, Any] = {**like.payload, "library": version, "case": case.changes()}
     return dataclasses.replace(like, key=f"{prefix}/{version}/{digest}", payload=payload)
 
 
@@ -460,7 +470,7 @@ class Fault:
             "cells": self.cells,
             "evidence": finding.evidence,
             "case": finding.case.changes(),
-            "run": finding.case.to_cli(),
+            "run": finding.run(self.releases[0]),
         }
 
 
@@ -528,8 +538,8 @@ def build_table(
         device=header["device"],
         platform=header["options"]["platform"],
         ops=header["runs"],
-        cases=len(tasks),
-        cases_run=sum(results.ran(task) for task in tasks),
+        cases=sum(map(is_case, tasks)),
+        cases_run=sum(is_case(task) and results.ran(task) for task in tasks),
         seconds=seconds,
         versions=header["versions"],
         faults=results.faults(header["options"]["ops"]),
@@ -558,6 +568,8 @@ def native_tasks(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> l
 
 def _native_runs(row: Row, rules: Mapping[str, str], outcomes: Outcomes) -> dict[str, Task]:
     """Return the tasks that run a row's Case on a GPU, by release."""
+    if row.finding.horizon:
+        return {}
     wrong = [version for version in row.runs if row.is_shown(version, outcomes)]
     found = {}
     for version in dict.fromkeys([*wrong[:1], *wrong[-1:]]):

@@ -104,6 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         case_seconds=args.case_seconds,
         seed=args.seed,
         times=args.times,
+        horizon=not args.no_horizon,
     )
     title = f"checking {len(plan.releases)} releases"
     with (

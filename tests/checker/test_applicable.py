@@ -203,9 +203,9 @@ def test_arguments_that_a_release_ignores(version, op, fields, label):
         ("int8_per_token_head_padded_tokens", False),
         ("fp8_per_token_head_padded_tokens", False),
         ("int4_per_token_head_padded_tokens", False),
-        ("far_values", True),
-        ("head_major_far_values", True),
-        ("head_major_packed_far_values", True),
+        ("spaced_values", True),
+        ("head_major_spaced_values", True),
+        ("head_major_packed_spaced_values", True),
     ],
 )
 def test_strides_that_the_cache_writes_of_0_33_0_ignore(argument, is_ignored):

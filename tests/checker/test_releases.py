@@ -60,7 +60,7 @@ def plan(tmp_path: Path) -> ReleasePlan:
         _release(tmp_path, "0.15.0", **unified, helper="f = 2\n", other="g = 1\n", **merge),
         _release(tmp_path, "0.16.0", **merge),
     )
-    return ReleasePlan(releases=releases, ops=OPS, cases=3)
+    return ReleasePlan(releases=releases, ops=OPS, cases=3, horizon=False)
 
 
 def test_an_op_runs_once_for_releases_that_share_it(plan: ReleasePlan) -> None:

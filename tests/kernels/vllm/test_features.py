@@ -144,12 +144,11 @@ def test_every_mask_and_argument_states_what_it_needs():
         "flat_buffers",
         "latent_cache",
         "padded_tokens",
-        "far_values",
+        "spaced_values",
     }
     formats = {"fp8_tokens", "byte_cache", "named_cache_dtype"}
     stated = {value for field, value in FEATURES if field == "op_argument"}
-    rest = {name for name in OP_ARGUMENTS if not name.startswith("far_") or name == "far_values"}
-    assert rest - stated == layouts | formats
+    assert OP_ARGUMENTS.keys() - stated == layouts | formats
     assert NONE not in stated
     for by_op in FEATURES.values():
         assert set(by_op) <= set(TRITON_OPS)
