@@ -14,8 +14,11 @@ interpreter, to compare. Exit codes: 0 all ran; 2 bad input; 3 a case did not ru
 import argparse
 import dataclasses
 import datetime
+import html
 import json
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,12 +102,20 @@ def main() -> int:
         faults.append(dataclasses.replace(fault, native={**fault.native, **native}))
     args.out.write_text(json.dumps(document(args.device, records), indent=1) + "\n")
     if args.page is not None:
-        table = dataclasses.replace(table, faults=faults)
-        write_releases(args.page, table)
-        args.page.with_suffix(".json").write_text(
-            json.dumps(json_value(table.to_dict()), indent=1) + "\n"
-        )
+        write_table(args, dataclasses.replace(table, faults=faults))
     return 3 if any(one["native"]["is_confirmed"] is None for one in records) else 0
+
+
+def write_table(args: argparse.Namespace, table: ReleaseTable) -> None:
+    """Write the table; its page names the command of the given table's page, and this one."""
+    earlier = re.search(
+        "<code>(attnlab releases[^<]*)", args.table.with_suffix(".html").read_text()
+    )
+    commands = [html.unescape(earlier[1])] if earlier else []
+    commands.append(shlex.join(["python", "tools/native_faults.py", *sys.argv[1:]]))
+    write_releases(args.page, table, "; ".join(commands))
+    text = json.dumps(json_value(table.to_dict()), indent=1)
+    args.page.with_suffix(".json").write_text(text + "\n")
 
 
 Run = tuple[Task, Outcome]

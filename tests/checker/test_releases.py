@@ -288,6 +288,8 @@ def test_a_gpu_confirms_the_faults(
     (fault,) = table.faults
     assert (fault.is_native, fault.native_text) == (state, text)
     assert table.to_dict()["faults"][0]["native"] == state
+    document = json.loads(json.dumps(table.to_dict()))
+    assert ReleaseTable.from_dict(document).to_dict() == table.to_dict()
     assert _table(plan, faulty).faults[0].is_native == "not tried"
     write_releases(tmp_path / "page.html", table)
     page = (tmp_path / "page.html").read_text()
