@@ -74,7 +74,7 @@ NOT_DETERMINISTIC = "not_deterministic"
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
 _FAR = "offset beyond 2^31 elements"
-_NO_SCALES = "FP8 cache without scales"
+_FP8_CACHE, _SCALES = "FP8 cache", ("a scale", "scales")
 
 
 def check_case(
@@ -93,6 +93,8 @@ def check_case(
     try:
         run = run_case(lab, backend, case, trace_reads=True)
     except (KernelRejected, KernelFailed) as error:
+        if backend.missing_scales(case):
+            raise Unsupported(f"the kernel rejects a case: {error}") from error
         return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
     on_run(case, run)
     findings = [*observations(case, run.memory), *wrong_accesses(case, run)]
@@ -244,18 +246,21 @@ def _unwritten_rows(lab: Lab, backend: Backend, case: Case, output: torch.Tensor
 
 
 def _without_scales(lab: Lab, backend: Backend, case: Case) -> Finding | None:
-    """Return the finding of an op that accepts an FP8 cache without its scales, or None.
+    """Return the finding of an op that accepts FP8 or int8 tensors without their scales, or None.
 
     No output that does not depend on the scales can be right with two different ones.
     """
     missing = backend.missing_scales(case)
-    if not missing or case.k_scale == case.v_scale == 1:
+    if case.k_scale == case.v_scale == 1:
+        missing.pop(_FP8_CACHE, None)
+    if not missing:
         return None
     zeros = case.replace(empty_slots="zeros")
     if not _output_errors(lab, zeros, run_case(lab, backend, zeros).output).mismatched:
         return None
-    text = f"the op accepts an FP8 cache and has no argument {' and no '.join(missing)}"
-    return _finding(zeros, "wrong_output", text, _NO_SCALES)
+    what, names = next(iter(missing.items()))
+    text = f"the op accepts an {what} and has no argument {' and no '.join(names)}"
+    return _finding(zeros, "wrong_output", text, f"{what} without {_SCALES[len(names) > 1]}")
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
