@@ -214,6 +214,8 @@ def _wrong_output(
     if case.empty_slots != "zeros" and _is_correct(lab, backend, case.replace(empty_slots="zeros")):
         return _leak(lab, backend, case, diagnosis)
     output_of_zeros = run_case(lab, backend, zeros).output
+    if case.freed != "kept" and (found := _wrong_if_plainer(lab, backend, zeros, freed="kept")):
+        return found  # a rule cannot be named while what it reads is gone
     diagnosis_of_zeros = confirmed(lab, backend, zeros, _diagnose(lab, zeros, output_of_zeros))
     if not diagnosis_of_zeros.is_wrong:
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
@@ -336,7 +338,7 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     zeros = case.replace(empty_slots="zeros")
     of_zeros = run_case(lab, backend, zeros).output
     is_leak = not _output_errors(lab, zeros, of_zeros).mismatched
-    if not is_leak and (wrong := _wrong_without_argument(lab, backend, zeros)) is not None:
+    if not is_leak and (wrong := _wrong_if_plainer(lab, backend, zeros, op_argument=NONE)):
         return wrong
     place = errors.places()[0]
     text = (
@@ -361,9 +363,9 @@ def _leak_with_argument(lab: Lab, backend: Backend, case: Case, text: str, label
     return _finding(case, "reads_unwritten_slots", text, label)
 
 
-def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:
-    """Return the fault of the output of a Case without its op argument, or None."""
-    plain = case.replace(op_argument=NONE)
+def _wrong_if_plainer(lab: Lab, backend: Backend, case: Case, **plain_field: Any) -> Finding | None:
+    """Return the fault of the output of a Case with the plain value of a field, or None."""
+    plain = case.replace(**plain_field)
     output = run_case(lab, backend, plain).output
     diagnosis = _diagnose(lab, plain, output)
     return _wrong_output(lab, backend, plain, output, diagnosis) if diagnosis.is_wrong else None

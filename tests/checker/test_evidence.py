@@ -154,6 +154,18 @@ def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, co
     assert len(grouped_findings(*found)) == count
 
 
+def test_a_fault_has_its_name_also_where_the_window_has_freed_blocks(tmp_path):
+    """A window that is one key too wide reads a block that is empty there; that is no second fault."""
+    wide = RIGHT.replace("hidden |= away <= -call", "hidden |= away < -call")
+    backend = planted(tmp_path, wide)
+    fields = {"op": backend.op, "backend": backend.name, "platform": "sm_90"}
+    lens = {"query_lens": (1, 8, 2), "ctx_lens": (79, 88, 126)}
+    for freed in ("kept", "empty", "recycled"):
+        case = hostile(**fields, **lens, sliding_window=20, freed=freed)
+        (found,) = check_case(lab_of(backend, "cpu"), backend, case)
+        assert (found.diagnosis, found.case.freed) == ("window_plus_one", "kept")
+
+
 def test_a_finding_without_a_name_says_what_is_known():
     """A described output has the rules that reproduce it, an ambiguous one the text of each name."""
     case = hostile(query_lens=(17, 5), ctx_lens=(16, 40))
