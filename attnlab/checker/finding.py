@@ -88,11 +88,11 @@ class Finding(Shown):
 
     @property
     def title(self) -> str:
-        """Return the diagnosis, with the names of an ambiguous one or the description of one without."""
+        """Return the diagnosis, with the names of an ambiguous one; of one without a name its description."""
         if self.diagnosis == "ambiguous" and self.names:
             return f"ambiguous: {', '.join(self.names)}"
         if self.diagnosis == "described" and self.description:
-            return f"described: {self.description}"
+            return self.description
         return self.diagnosis
 
     @property

@@ -177,7 +177,7 @@ def test_a_finding_without_a_name_says_what_is_known():
     fields = evidence_fields(Lab(), case, zeros, found, found.status)
     assert "zero" in fields["description"]
     one = dataclasses.replace(FINDING, diagnosis="described", **fields)
-    assert one.title == f"described: {fields['description']}"
+    assert one.title == fields["description"]
     again = Finding.from_verdict(one.to_verdict())
     assert again.description == one.to_dict()["description"] == fields["description"]
     two = dataclasses.replace(FINDING, names=("a", "b"))

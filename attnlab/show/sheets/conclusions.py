@@ -127,7 +127,7 @@ def finding(one: "Finding") -> Sheet:
         ),
         Command(one.command, "smallest case"),
         tone="bad" if one.is_fault else "warn",
-        line=f"{one.op}: {one.kind}, {one.diagnosis}",
+        line=f"{one.op}: {one.kind}, {one.title}",
     )
 
 
@@ -145,7 +145,7 @@ def report(one: "Report") -> Sheet:
     for title, found in (("findings", new), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
-            parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
+            parts += [Command(each.command, f"{each.op}: {each.title}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
