@@ -452,12 +452,12 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
             found = check_case(lab, backend, case)
     except AttnLabError:
         return None
-    is_named = finding.diagnosis in finding.names  # then a smaller Case must have the same name
     return next(
         (
             other
             for other in found
-            if other.is_same(finding) and (other.diagnosis == finding.diagnosis or not is_named)
+            if other.is_same(finding)
+            and (other.diagnosis == finding.diagnosis or not finding.is_named)
         ),
         None,
     )

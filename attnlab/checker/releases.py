@@ -308,13 +308,12 @@ def _has_same_case(one: Row, other: Row) -> bool:
 
 def _new_row(version: str, group: Group, outcomes: Outcomes) -> tuple[Row, Task | None]:
     """Return a row of a group at its smallest Case, or the task that shrinks it if that has not run."""
-    finding = dataclasses.replace(group.finding, seen=group.seen)
-    row = Row(finding=finding, first=version)
+    row = Row(finding=dataclasses.replace(group.finding, seen=group.seen), first=version)
     if group.is_stopped:
         return row, None
-    shrunk = outcomes.get(shrink_key(group.task, finding))
+    shrunk = outcomes.get(shrink_key(group.task, group.own))
     if shrunk is None:
-        return row, shrink_task(group.task, finding)
+        return row, shrink_task(group.task, group.own)
     if shrunk.verdict is not None:
         small = Finding.from_verdict(shrunk.verdict["finding"])
         row.finding = dataclasses.replace(small, seen=group.seen)
