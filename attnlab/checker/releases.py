@@ -413,7 +413,8 @@ class NativeRun:
             return f"{NOT_RUNNABLE}, {self.why}"
         if self.is_confirmed:
             return "confirmed"
-        return f"{UNCONFIRMED}, {self.why}" if self.why else "right"
+        seen = f" ({self.evidence})" if self.evidence else ""
+        return f"{UNCONFIRMED}, {self.why}{seen}" if self.why else "right"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,7 +259,7 @@ def test_a_store_continues(plan: ReleasePlan, tmp_path: Path) -> None:
         (
             {"0.12.0": wrong("a"), "0.14.0": lambda case: "crash"},
             "not confirmed",
-            "0.12.0: confirmed; 0.14.0: not confirmed, fails: crash",
+            "0.12.0: confirmed; 0.14.0: not confirmed, fails: crash (ended)",
         ),
         (
             {"0.12.0": lambda case: "no bfloat16", "0.14.0": wrong("a")},
