@@ -60,7 +60,7 @@ def check(
     - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
       :class:`attnlab.checker.library.Progress`, after each case.
     - ``engine``: "local" or "local:N", N worker processes; "ray" or "ray://HOST:PORT", a Ray cluster; None
-      for one process per core, or per GPU.
+      for one process per core; on GPUs, as many as their memory allows.
     - ``shard``: "i/n", this part of the cases; ``attnlab merge`` joins the stores of all parts.
     - ``out``: a folder that keeps each verdict as it arrives; the same call continues there.
     - ``known``: a file of expected findings (:mod:`attnlab.checker.finding`).

@@ -5,7 +5,7 @@ import json
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -168,9 +168,20 @@ def outcome_text(row: MatrixRow) -> str:
     return f"{row.status}: {row.error}"
 
 
+@dataclass(slots=True)
+class _State:
+    """The Lab that a worker keeps, and the Cases whose batches it draws ahead."""
+
+    lab: Lab
+    coming: Iterator[Case] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixJob(Job):
-    """Runs test ids in a Lab that its worker keeps."""
+    """Runs test ids in a Lab that its worker keeps.
+
+    In one process on a GPU, all kernels are first compiled in parallel, and batches are drawn ahead.
+    """
 
     changes: Mapping[str, Any]
     source: Path | None = None
@@ -178,18 +189,34 @@ class MatrixJob(Job):
     lab_device: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self) -> Lab:
-        return Lab(keep=KEEP, source=self.source, device=self.lab_device)
+    def open(self) -> _State:
+        return _State(Lab(keep=KEEP, source=self.source, device=self.lab_device))
 
-    def run(self, state: Lab, payload: dict[str, Any]) -> dict[str, Any]:
+    @contextmanager
+    def preparing(self, state: _State, payloads: Sequence[dict[str, Any]]) -> Iterator[None]:
+        if self.device != "cuda":
+            yield
+            return
+        cases = []
+        for test_id in (one for payload in payloads for one in payload["ids"]):
+            with suppress(InvalidCase):  # its row says why
+                cases.append(Case.from_test_id(test_id, **self.changes))
+        if cases:
+            state.lab.backend(cases[0]).prepare(cases)
+        with drawing_ahead(state.lab, cases) as state.coming:
+            yield
+
+    def run(self, state: _State, payload: dict[str, Any]) -> dict[str, Any]:
         rows = [self._row(state, test_id) for test_id in payload["ids"]]
         found: dict[str, Any] = json.loads(json.dumps({"rows": [asdict(row) for row in rows]}))
         return found
 
-    def _row(self, lab: Lab, test_id: str) -> MatrixRow:
+    def _row(self, state: _State, test_id: str) -> MatrixRow:
         try:
             case = Case.from_test_id(test_id, **self.changes)
-            return MatrixRow.of(test_id, lab.run(case))
+            if state.coming is not None:
+                next(state.coming)
+            return MatrixRow.of(test_id, state.lab.run(case))
         except AttnLabError as error:
             return MatrixRow(id=test_id, status=NOT_RUN, error=" ".join(str(error).split()))
 

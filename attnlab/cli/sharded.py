@@ -78,7 +78,7 @@ CHECK_CODES = (
 
 def add_scaling(group: Any) -> None:
     """Add the flags of commands that run many tasks: engine, shard, store and times."""
-    add_engine(group, "default: local, one per core, or per GPU")
+    add_engine(group, "default: local, one per core; on GPUs as many as their memory allows")
     add_shard(group)
     flag(
         group,

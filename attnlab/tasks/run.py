@@ -19,6 +19,7 @@ from attnlab.tasks.task import Engine, Job, Outcome, Stop, Task, never
 
 ENGINES = "local, local:N, ray or ray://HOST:PORT"
 _LOCAL = re.compile(r"local(:0*[1-9]\d{0,5})?")
+_GPU_WORKER_BYTES = 5 * 2**30  # of a GPU's memory, for a worker
 _RAY = re.compile(r"ray(://[^/\s]+:\d{1,5})?")
 
 
@@ -45,11 +46,15 @@ def find_engine(name: str, device: str = "cpu", stop: Stop = never) -> Engine:
 
 
 def default_processes(device: str) -> int:
-    """Return how many workers a machine has: one per GPU, or one per core."""
+    """Return how many workers a machine has: one per core, on GPUs as many as their memory allows."""
     if device == "cuda":
         import torch
 
-        return max(1, torch.cuda.device_count())
+        gpus = range(torch.cuda.device_count())
+        memory = [torch.cuda.get_device_properties(i).total_memory for i in gpus]
+        return max(
+            1, min(default_processes("cpu"), sum(one // _GPU_WORKER_BYTES for one in memory))
+        )
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -6,6 +6,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,15 @@ class Job(ABC):
 
         An exception becomes the outcome of the task. DeviceLost and exhausted memory end the worker, too.
         """
+
+    def preparing(
+        self, state: Any, payloads: Sequence[dict[str, Any]]
+    ) -> AbstractContextManager[None]:
+        """Return a block in which this process runs these payloads, all of them in this order.
+
+        A job can do work ahead in it. Other engines divide the payloads and do not call it.
+        """
+        return nullcontext()
 
     def identity(self) -> dict[str, str]:
         """Return what verdicts depend on in addition to the tasks, such as versions and digests of sources.
@@ -216,10 +226,12 @@ class InProcess(Engine):
     ) -> None:
         if self._open is None or self._open.job is not job:
             self._open = OpenJob(job)
-        for task in tasks:
-            if stop() or is_late():
-                return
-            on_outcome(self._open.run(task))
+        self._open.open()
+        with job.preparing(self._open.state, [task.payload for task in tasks]):
+            for task in tasks:
+                if stop() or is_late():
+                    return
+                on_outcome(self._open.run(task))
 
     def close(self) -> None:
         self._open = None

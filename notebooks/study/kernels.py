@@ -24,22 +24,21 @@ def fp8_values(codes: torch.Tensor) -> dict[str, torch.Tensor]:
 class RealKernels:
     """What vLLM's own Triton kernels gave.
 
-    ``errors`` by fill, of the decode sequence at least; ``prefill`` is the ErrorMap of the prefill rows,
-    None if nothing ran; ``reason`` states why.
+    ``errors`` by fill, of the decode sequence at least; ``whole`` is the ErrorMap of all rows with the fill
+    of the test, None if nothing ran; ``reason`` states why.
     """
 
     errors: dict[str, ErrorMap] = field(default_factory=dict)
-    prefill: ErrorMap | None = None
+    whole: ErrorMap | None = None
     backend: str = ""
     reason: str = ""
     results: tuple[Result, ...] = ()
 
 
 def real_kernels(lab: Lab, case: Case, source: str | None) -> RealKernels:
-    """Run a Case on vLLM's Triton kernels, with an incomplete and a complete fill of the cache.
+    """Run a Case on vLLM's Triton kernels, and its decode sequence with a complete fill of the cache.
 
-    On a GPU everything runs; under Triton's interpreter the last sequence, and one KV head for the
-    prefill rows. Without a vLLM nothing runs, and ``reason`` states why.
+    Without a vLLM nothing runs, and ``reason`` states why.
     """
     try:
         vllm = find_source(source)
@@ -47,15 +46,14 @@ def real_kernels(lab: Lab, case: Case, source: str | None) -> RealKernels:
         return RealKernels(reason=str(error))
     real = case.replace(backend="vllm", platform="sm_90", release=vllm.rules or case.release)
     real = real.replace(sm_scale=case.head_size**-0.5)
-    on_gpu = lab.where(real) == "cuda"
     last = len(case.lengths.query_lens) - 1
-    decode = {} if on_gpu else {"seq_range": (last, last + 1)}
-    ran = {
-        fill: lab.run(real.replace(fill=fill, **decode)) for fill in ("context_only", "all_rows")
+    whole = lab.run(real)
+    decode = lab.run(real.replace(fill="all_rows", seq_range=(last, last + 1)))
+    errors = {
+        fill: result.errors
+        for fill, result in (("context_only", whole), ("all_rows", decode))
+        if result.errors is not None
     }
-    prefill = lab.run(real if on_gpu else real.replace(kv_head_range=(0, 1)))
-    errors = {fill: result.errors for fill, result in ran.items() if result.errors is not None}
-    results = (*ran.values(), prefill)
     return RealKernels(
-        errors=errors, prefill=prefill.errors, backend=prefill.backend, results=results
+        errors=errors, whole=whole.errors, backend=whole.backend, results=(whole, decode)
     )
