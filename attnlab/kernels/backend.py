@@ -204,9 +204,6 @@ class Backend(ABC):
         if case.mask not in self.masks:
             refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
 
-    def prepare(self, cases: Sequence[Case]) -> None:  # noqa: B027
-        """Do what makes later runs of the Cases on this machine faster, such as compiling their kernels."""
-
     def check_features(self, case: Case) -> None:  # noqa: B027
         """Raise InvalidCase for a feature of the Case that the op of these kernels lacks.
 
