@@ -4,7 +4,8 @@ A Case passes at most one of them, as its field ``op_argument``. Only backend "v
 is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in :mod:`attnlab.lab.argument_reference`.
 
 ``needs`` has only what the argument means: an ALiBi bias to take the root of, an FP8 cache for an FP8 query.
-What an op refuses, it refuses itself.
+What an op refuses, it refuses itself. An op without an argument for the scales of its tensors gets them
+without scales; it must refuse them.
 """
 
 import dataclasses
@@ -86,9 +87,9 @@ _ALL = (
     ),
     OpArgument(
         name="fp8_query",
-        ops=(UNIFIED,),
+        ops=(UNIFIED, WRAPPER, PREFILL, ENCODER, DECODE_FWD),
         parameters=("q_descale",),
-        summary="the query is FP8, with a scale",
+        summary="the query is FP8, with a scale; without a cache key and value are, too",
         needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
     ),
@@ -102,7 +103,7 @@ _ALL = (
     ),
     OpArgument(
         name="int8_per_token_head",
-        ops=(UNIFIED, WRITE),
+        ops=(UNIFIED, DECODE_FWD, WRITE),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},

@@ -93,12 +93,17 @@ class Finding(Shown):
         return self.kind in KINDS
 
     @property
+    def is_named(self) -> bool:
+        """Return whether a single defect explains the output."""
+        return self.diagnosis in self.names
+
+    @property
     def title(self) -> str:
-        """Return the diagnosis, with the names of an ambiguous one or the description of one without."""
+        """Return the diagnosis, with the names of an ambiguous one; of one without a name its description."""
         if self.diagnosis == "ambiguous" and self.names:
             return f"ambiguous: {', '.join(self.names)}"
         if self.diagnosis == "described" and self.description:
-            return f"described: {self.description}"
+            return self.description
         return self.diagnosis
 
     @property
@@ -125,7 +130,7 @@ class Finding(Shown):
     def joined(self, other: "Finding") -> "Finding":
         """Return this finding with what another one of the same fault adds.
 
-        Only names that explain both are left; a single one is the diagnosis.
+        Only names that explain both are left; a single one is the diagnosis, with its description.
         """
         both: dict[str, Any] = {
             name: tuple(sorted({*getattr(self, name), *getattr(other, name)}))
@@ -136,7 +141,9 @@ class Finding(Shown):
         if not names:
             return joined
         diagnosis = names[0] if len(names) == 1 else self.diagnosis
-        return dataclasses.replace(joined, names=names, diagnosis=diagnosis)
+        texts = (one.description for one in (self, other) if set(one.names) == set(names))
+        text = next(texts, self.description)
+        return dataclasses.replace(joined, names=names, diagnosis=diagnosis, description=text)
 
     def seen_in(self, total: int | None = None) -> str:
         """Return how many cases show the finding, of a total if given; a horizon has runs of its own."""
@@ -198,7 +205,7 @@ def merged_findings(findings: Sequence[Finding]) -> list[Finding]:
             found.append(one)
             continue
         first, other = found[i], one
-        if first.diagnosis not in first.names and one.diagnosis in one.names:
+        if not first.is_named and one.is_named:
             first, other = one, first
         found[i] = dataclasses.replace(first.joined(other), seen=first.seen + other.seen)
     return found

@@ -196,18 +196,21 @@ class Plan:
     def _prefix(self) -> str:
         return f"{self.library}/" if self.library else ""
 
-    def shrink_tasks(self, tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
-        """Return a task for each group of equal findings: shrink that of the group's first case.
+    def shrink_tasks(
+        self, tasks: Sequence[Task], outcomes: Outcomes, shard: Shard = ALL
+    ) -> list[Task]:
+        """Return a task for each group of equal findings: shrink that of the case which stands for it.
 
-        ``tasks``: those of :meth:`tasks` that this process is to run. A case that ended its process is
-        not shrunk, because each step could end the process again.
+        ``tasks``: those of :meth:`tasks` that this process is to run. In a ``shard``, the first case of each
+        kind of finding is shrunk, since the groups, and what stands for them, depend on the other shards.
+        A case that ended its process is not shrunk, because each step could end the process again.
         """
-        found = []
-        for first in groups(tasks, outcomes).values():
-            if first.is_stopped or first.finding.horizon:
-                continue
-            found.append(shrink_task(first.task, first.finding))
-        return found
+        whole = groups if shard == ALL else _kinds
+        return [
+            shrink_task(one.task, one.own)
+            for one in whole(tasks, outcomes).values()
+            if not one.is_stopped and not one.own.horizon
+        ]
 
     def job(self) -> CheckJob:
         """Return the job that runs the tasks of this plan alone."""
@@ -283,15 +286,36 @@ def digest_of(case: Case) -> str:
 
 @dataclass(slots=True)
 class Group:
-    """Equal findings: the finding of the first case, its task, and the number of cases.
+    """Equal findings: the case that stands for them, and what all of them tell.
 
-    ``is_stopped``: the case ended or exceeded something, so there is no verdict.
+    - ``task``: the first case that decides between the names of ``finding``, else the first; ``own``: its
+      finding. What shrinks it depends on nothing else.
+    - ``finding``: that of the first case, with what the others add; ``seen``: the number of cases.
+    - ``is_stopped``: the case ended or exceeded something, so there is no verdict.
     """
 
     task: Task
+    own: Finding
     finding: Finding
-    seen: int = 1
+    seen: int = 0
     is_stopped: bool = False
+
+    def add(self, task: Task, finding: Finding, is_stopped: bool) -> None:
+        """Add the finding of another case."""
+        self.finding = self.finding.joined(finding)
+        if not self.own.is_named and finding.is_named:
+            self.task, self.own, self.is_stopped = task, finding, is_stopped
+
+
+def _kinds(tasks: Sequence[Task], outcomes: Outcomes) -> dict[object, Group]:
+    """Return the first finding of each kind: of those that tell the same of a fault."""
+    found: dict[object, Group] = {}
+    for task in tasks:
+        if (outcome := outcomes.get(task.key)) is not None:
+            for one in findings_of(task, outcome):
+                kind = (one.group, one.names, one.wrong_in)
+                found.setdefault(kind, Group(task, one, one, is_stopped=outcome.status != DONE))
+    return found
 
 
 def groups(tasks: Sequence[Task], outcomes: Outcomes) -> dict[tuple[str, str, str], Group]:
@@ -308,10 +332,10 @@ def groups(tasks: Sequence[Task], outcomes: Outcomes) -> dict[tuple[str, str, st
         for finding in findings_of(task, outcome):
             same = (key for key, group in found.items() if group.finding.is_same(finding))
             key = next(same, finding.group)
-            if key not in found:
-                found[key] = Group(task, finding, 0, outcome.status != DONE)
-            found[key].finding = found[key].finding.joined(finding)
-            found[key].seen += key not in counted
+            is_stopped = outcome.status != DONE
+            group = found.setdefault(key, Group(task, finding, finding, is_stopped=is_stopped))
+            group.add(task, finding, is_stopped)
+            group.seen += key not in counted
             counted.add(key)
     return {group.finding.group: group for group in found.values()}
 

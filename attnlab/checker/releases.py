@@ -238,10 +238,6 @@ class Row:
             return True
         return None if task is None else shows(task, outcomes.get(task.key), self.is_fault)
 
-    def is_kind(self, other: Finding) -> bool:
-        """Answer whether a fault that the Case shows on a GPU is of this kind; its diagnosis may differ."""
-        return self.finding.kind == other.kind
-
     def is_fault(self, other: Finding) -> bool:
         """Answer whether the fault that the Case shows in another release is this one.
 
@@ -319,13 +315,12 @@ def _has_same_case(one: Row, other: Row) -> bool:
 
 def _new_row(version: str, group: Group, outcomes: Outcomes) -> tuple[Row, Task | None]:
     """Return a row of a group at its smallest Case, or the task that shrinks it if that has not run."""
-    finding = dataclasses.replace(group.finding, seen=group.seen)
-    row = Row(finding=finding, first=version)
-    if group.is_stopped or finding.horizon:
+    row = Row(finding=dataclasses.replace(group.finding, seen=group.seen), first=version)
+    if group.is_stopped or group.own.horizon:
         return row, None
-    shrunk = outcomes.get(shrink_key(group.task, finding))
+    shrunk = outcomes.get(shrink_key(group.task, group.own))
     if shrunk is None:
-        return row, shrink_task(group.task, finding)
+        return row, shrink_task(group.task, group.own)
     if shrunk.verdict is not None:
         small = Finding.from_verdict(shrunk.verdict["finding"])
         row.finding = dataclasses.replace(small, seen=group.seen)
@@ -401,10 +396,26 @@ class NativeRun:
 
     ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or the
     other faults that it shows, such as an illegal memory access; "" if it is confirmed or right.
+    ``evidence``: what the faults that it shows consist of, such as the number of wrong elements.
     """
 
     is_confirmed: bool | None
     why: str = ""
+    evidence: str = ""
+
+    @classmethod
+    def of(cls, task: Task, outcome: Outcome, finding: Finding) -> "NativeRun":
+        """Return what a run of a fault's Case showed; the diagnosis of the same kind may differ there."""
+        is_shown = shows(task, outcome, lambda other: other.kind == finding.kind)
+        if is_shown is None:
+            return cls(is_confirmed=None, why=why_no_verdict(outcome))
+        found = [one for one in findings_of(task, outcome) if one.is_fault]
+        others = [] if is_shown else [f"{one.kind}: {one.diagnosis}" for one in found]
+        return cls(
+            is_confirmed=is_shown,
+            why="; ".join(dict.fromkeys(others)),
+            evidence="; ".join(dict.fromkeys(one.evidence for one in found)),
+        )
 
     def text(self) -> str:
         """Return what the run showed, in words."""
@@ -412,7 +423,8 @@ class NativeRun:
             return f"{NOT_RUNNABLE}, {self.why}"
         if self.is_confirmed:
             return "confirmed"
-        return f"{UNCONFIRMED}, {self.why}" if self.why else "right"
+        seen = f" ({self.evidence})" if self.evidence else ""
+        return f"{UNCONFIRMED}, {self.why}{seen}" if self.why else "right"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +485,16 @@ class Fault:
             "run": finding.run(self.releases[0]),
         }
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Fault":
+        """Return the fault of :meth:`to_dict`."""
+        names = ("op", "kind", "diagnosis", "names", "description", "evidence", "case")
+        return cls(
+            finding=Finding.from_verdict({name: fields[name] for name in names}),
+            cells=dict(fields["cells"]),
+            native={version: NativeRun(**one) for version, one in fields["native_runs"].items()},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReleaseTable(Shown):
@@ -515,11 +537,18 @@ class ReleaseTable(Shown):
             "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
         }
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ReleaseTable":
+        """Return the table of :meth:`to_dict`."""
+        kept = {f.name: fields[f.name] for f in dataclasses.fields(cls)}
+        lists = {name: [NotRun(**one) for one in fields[name]] for name in ("not_run", "left_out")}
+        return cls(**{**kept, **lists, "faults": [Fault.from_dict(f) for f in fields["faults"]]})
+
 
 # Build the table of releases from the outcomes of the tasks.
 
-_NATIVE = "native"  # prefix of the keys of tasks on a GPU
-_NATIVE_LIMIT_S = 180.0  # compiling a kernel takes long
+NATIVE = "native"  # prefix of the keys of tasks on a GPU
+NATIVE_LIMIT_S = 180.0  # compiling a kernel takes long
 _UNDECIDED = "the smallest case of the fault did not run in this release"
 
 
@@ -575,8 +604,8 @@ def _native_runs(row: Row, rules: Mapping[str, str], outcomes: Outcomes) -> dict
     for version in dict.fromkeys([*wrong[:1], *wrong[-1:]]):
         like = row.runs[version]
         if like is not None:
-            task = run_task(row.finding, version, rules[version], like, _NATIVE)
-            found[version] = dataclasses.replace(task or like, limit_s=_NATIVE_LIMIT_S)
+            task = run_task(row.finding, version, rules[version], like, NATIVE)
+            found[version] = dataclasses.replace(task or like, limit_s=NATIVE_LIMIT_S)
     return found
 
 
@@ -657,14 +686,8 @@ class _Results:
         found = {}
         for version, task in _native_runs(row, self.header["rules"], self.outcomes).items():
             outcome = self.outcomes.get(task.key)
-            if outcome is None:
-                continue
-            is_shown = shows(task, outcome, row.is_kind)
-            others = [one for one in findings_of(task, outcome) if one.is_fault and not is_shown]
-            why = "; ".join(dict.fromkeys(f"{one.kind}: {one.diagnosis}" for one in others))
-            if is_shown is None:
-                why = why_no_verdict(outcome)
-            found[version] = NativeRun(is_confirmed=is_shown, why=why)
+            if outcome is not None:
+                found[version] = NativeRun.of(task, outcome, row.finding)
         return found
 
     def ran(self, task: Task) -> bool:

@@ -204,13 +204,15 @@ def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Findin
 
 def _smallest(group: Group, outcomes: Outcomes) -> Finding:
     """Return the finding of a group at the Case that shrinking found, if there is one."""
-    finding = group.finding
-    shrunk = outcomes.get(shrink_key(group.task, finding))
+    finding = dataclasses.replace(group.own.joined(group.finding), seen=group.seen)
+    shrunk = outcomes.get(shrink_key(group.task, group.own))
     if shrunk is None or shrunk.verdict is None:
-        return dataclasses.replace(finding, seen=group.seen)
+        return finding
     small = Finding.from_verdict(shrunk.verdict["finding"])
+    if small.names and finding.names and not set(small.names) & set(finding.names):
+        return finding  # the smaller Case has another name than the group
     first = None if small.case == finding.case else finding.case
-    return dataclasses.replace(small, seen=group.seen, first=first)
+    return dataclasses.replace(small.joined(finding), seen=group.seen, first=first)
 
 
 def _reads(tasks: Sequence[Task], outcomes: Outcomes) -> dict[str, tuple[dict[str, int], set[str]]]:

@@ -596,4 +596,14 @@ ARGUMENT_VARIANTS = (
     ),
     _with("padded_heads", "Heads of the merged outputs are padded, their log-sum-exp is not."),
     *LATE_VARIANTS,
+    Variant(
+        {**_LENGTHS, "op_argument": "fp8_query"},
+        "FP8 tokens, whose scale no argument passes.",
+        (ENCODER,),
+    ),
+    Variant(
+        {**_ROWS, "op_argument": "fp8_query", "kv_cache_dtype": "fp8"},
+        "An FP8 query in decodes alone, whose scale no argument passes.",
+        (WRAPPER,),
+    ),
 )

@@ -222,9 +222,9 @@ class Backend(ABC):
         """Return what an op of these kernels lacks, one line for each missing name."""
         return []
 
-    def missing_scales(self, case: Case) -> tuple[str, ...]:
-        """Return the scales of a Case's FP8 cache for which the op has no argument."""
-        return ()
+    def missing_scales(self, case: Case) -> dict[str, tuple[str, ...]]:
+        """Return what the op gets without its scales, with the arguments for them that it lacks."""
+        return {}
 
     @abstractmethod
     def text(self, kernels: Sequence[str], target: Target) -> str:

@@ -185,8 +185,8 @@ class Row:
     command: str
 
 
-def write_releases(path: Path, table: ReleaseTable) -> None:
-    """Write the table as one self-contained HTML page."""
+def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
+    """Write the table as one self-contained HTML page; ``command``: what made it, default this command."""
     rows = [_row(table, number, fault) for number, fault in enumerate(table.faults, 1)]
     by_op = [(op, [*group]) for op, group in groupby(rows, lambda row: row.fault.finding.op)]
     page = render_page(
@@ -200,7 +200,7 @@ def write_releases(path: Path, table: ReleaseTable) -> None:
         native_signs=NATIVE_SIGNS,
         is_native_tried=any(fault.native for fault in table.faults),
         states=STATES,
-        command=shlex.join(["attnlab", *sys.argv[1:]]),
+        command=command or shlex.join(["attnlab", *sys.argv[1:]]),
     )
     write_text(path, page)
 

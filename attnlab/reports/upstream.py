@@ -241,7 +241,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "title": f"{finding.op}: {_of_it(finding)}",
         "what": f"`{finding.op}`: {KINDS[finding.kind]}",
         "evidence": finding.evidence.rstrip("."),
-        "diagnosis": finding.diagnosis.replace("_", " "),
+        "diagnosis": finding.title.replace("_", " "),
         "version": version,
         "seen": finding.seen,
         "op": finding.op,

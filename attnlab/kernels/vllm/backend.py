@@ -324,7 +324,7 @@ class VllmBackend(Backend):
     def not_applicable(self, op: str) -> list[str]:
         return not_applicable(self.source, op)
 
-    def missing_scales(self, case: Case) -> tuple[str, ...]:
+    def missing_scales(self, case: Case) -> dict[str, tuple[str, ...]]:
         return missing_scales(self.source, case)
 
     def text(self, kernels: Sequence[str], target: Target) -> str:

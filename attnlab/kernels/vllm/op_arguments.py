@@ -164,13 +164,14 @@ def scaled_cache(case: Case, given: Arguments) -> Arguments:
     cache = case.argument.cache
     assert cache is not None
     changed: Arguments = {"kv_quant_mode": cache.mode}
-    for name in ("k", "v"):
+    halves = ("k_buffer", "v_buffer") if "k_buffer" in given else ("k", "v")
+    for half, name in zip(halves, ("k", "v"), strict=True):
         # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
         chosen = given.get(VALUE_SCALE) if name == "v" else None
-        stored, scale = stored_numbers(case, given[name].cpu(), chosen)
-        scale = scale.to(given[name].device)
+        stored, scale = stored_numbers(case, given[half].cpu(), chosen)
+        scale = scale.to(given[half].device)
         scales = with_gaps(scale, scale.dim())
-        changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}
+        changed |= {half: stored.to(given[half].device), f"{name}_scale_cache": scales}
     return changed
 
 
@@ -292,9 +293,16 @@ def pass_argument(
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
+    """Pass the query in FP8; of an op without a cache, key and value, too."""
     format = FORMATS[case.machine.fp8_e4m3]
-    query = format.encode(given["q"], QUERY_SCALE).view(format.dtype)
-    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE], device=query.device)}
+    names = ("query", "q") if case.spec.cache_layout is not None else ("q", "k", "v")
+    changed: Arguments = {
+        name: format.encode(given[name], QUERY_SCALE).view(format.dtype)
+        for name in names
+        if name in given
+    }
+    scale = torch.tensor([QUERY_SCALE], device=next(iter(changed.values())).device)
+    return {**changed, "q_descale": scale}
 
 
 def _fp8_output(case: Case, given: Arguments) -> Passed:

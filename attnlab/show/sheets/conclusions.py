@@ -131,7 +131,7 @@ def finding(one: "Finding") -> Sheet:
         ),
         Command(one.command, "horizon" if one.horizon else "smallest case"),
         tone="bad" if one.is_fault else "warn",
-        line=f"{one.op}: {one.kind}, {one.diagnosis}",
+        line=f"{one.op}: {one.kind}, {one.title}",
     )
 
 
@@ -149,7 +149,7 @@ def report(one: "Report") -> Sheet:
     for title, found in (("findings", new), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
-            parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
+            parts += [Command(each.command, f"{each.op}: {each.title}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
