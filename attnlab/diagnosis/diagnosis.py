@@ -396,7 +396,8 @@ class Diagnosis(Shown):
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
         where = "" if self.cause.scope.rows == "all" else f" in {self.cause.scope.text}"
-        return f"{self.cause.name}{where}: {self.cause.text}{same}"
+        ran = " (in batches of decodes)" if self.cause.only_decodes else ""
+        return f"{self.cause.name}{where}: {self.cause.text}{ran}{same}"
 
     def _bad_lines_text(self) -> str:
         """Return which lines have a bad access or an overflow wherever a further output is wrong."""
