@@ -121,7 +121,7 @@ class Diagnosis(Shown):
       "ambiguous" (several defects do, and the output does not decide between them); "described" (no
       defect does, but rules of the pattern reproduce the wrong rows); "unexplained"; "rejected" (the
       kernel raised ``rejection``); or "not decided" (the call has arguments that attnlab does not know,
-      ``undecided_by``; ``wrong_rows`` then differ from attention without these).
+      ``undecided_by``; ``wrong_rows`` then differ from attention without these; or ``rejection`` says why).
     - ``pattern``: what the error looks like, before any defect is considered.
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
@@ -244,6 +244,8 @@ class Diagnosis(Shown):
     def _known_sentences(self) -> list[str]:
         if self.undecided_by:
             return self._undecided_sentences()
+        if self.status == "not decided":
+            return [f"not decided: {self.rejection}"]
         if not self.is_wrong:
             return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
