@@ -226,7 +226,8 @@ class Diagnosis(Shown):
         First the conclusion with its source line, then the evidence for it, then the wrong places; what is
         unknown comes last. Withdrawn names and lines that no rerun confirmed are in :meth:`to_dict` alone.
         """
-        return [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
+        found = [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
+        return [*dict.fromkeys(found)]  # a pattern may be the conclusion, too
 
     def _undecided_sentences(self) -> list[str]:
         """Return what holds whatever the unknown arguments mean."""

@@ -465,6 +465,7 @@ def prepared(
     ):
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns for an all-NaN slice
         warnings.filterwarnings("ignore", "tl.where with a non-boolean condition", UserWarning)
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         yield
 
