@@ -27,8 +27,9 @@ from attnlab.case.case import Case
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.access_check import lines_of
 from attnlab.diagnosis.claims import KernelLine, KernelLocation
-from attnlab.diagnosis.location.repair_check import early_check, is_right
+from attnlab.diagnosis.location.repair_check import is_right
 from attnlab.diagnosis.location.trials import COSTS, FULL, Limit, Repair, Trials, target_of
+from attnlab.diagnosis.reruns import second_case
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import uncontrolled
 from attnlab.kernels.triton.kernel_text import (
@@ -316,11 +317,12 @@ def locate_lines(
     if target.replay.output is None:
         text = f"no tensor of the kernels was recognised as the output {tuple(ran.output.shape)}"
         return KernelLocation(why_none=f"{text}, so no program was examined")
+    other = second_case(small)
     trials = Trials(
         replay=target.replay,
         judge=target.judge,
         right=target.right,
-        holds=early_check(lab, small),
+        holds=None if other is None else lambda repair: is_right(lab, other, repair) is True,
     )
     if not trials.suspects:
         return KernelLocation(why_none="no program of a Triton kernel writes a wrong row")

@@ -20,7 +20,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.trials import Repair
-from attnlab.diagnosis.reruns import further_cases, nearby_cases, second_case
+from attnlab.diagnosis.reruns import further_cases, nearby_cases
 from attnlab.kernels.child_process import run_in_copy
 from attnlab.kernels.control import rows_equal, uncontrolled
 from attnlab.kernels.triton.launch_plan import recording_launches
@@ -31,7 +31,6 @@ from attnlab.lab.lab import Lab
 
 _MOST_EDITS = 6  # that are compared with each other
 _MOST_S = 40.0  # processor time; edits that are not confirmed by then are no claim
-_MOST_EARLY = 3  # cases that an edit must pass before the search for others ends
 _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
 _FEWEST = (
     10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
@@ -192,25 +191,6 @@ def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator
             if plain not in done and set(decide(changed).kernels) == own:
                 done.add(plain)
                 yield changed
-
-
-def early_check(lab: Lab, case: Case) -> Callable[[Repair], bool] | None:
-    """Return a function that answers whether an edit holds in a few of the further cases; None without one.
-
-    Most wrong edits do not, so that the search for others goes on.
-    """
-    if (second := second_case(case)) is None:
-        return None
-    further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
-    proofs = [_Proof(lab=lab, case=one) for one in further[:_MOST_EARLY]]
-    large = [_Proof(lab=lab, case=one) for one in large_score_cases(case)]
-
-    def holds(repair: Repair) -> bool:
-        if not is_right(lab, second, repair) or not all(one.allows(repair) for one in proofs):
-            return False
-        return not (_changes_maximum(repair) and any(one.refutes(repair) for one in large))
-
-    return holds
 
 
 def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim | None:
