@@ -17,24 +17,24 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
-from attnlab.defects import DEFECTS, Defect
+from attnlab.defects import Defect
 from attnlab.diagnosis.access_check import access_facts, lines_of
 from attnlab.diagnosis.argument_diagnosis import compared_argument
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import (
     AccessClaim,
-    ConfirmedRule,
     DescribedWeights,
     FeatureClaim,
+    LeakClaim,
     PatternClaim,
     RepairClaim,
 )
 from attnlab.diagnosis.confirmation import features_of
-from attnlab.diagnosis.decision import SLOTS_OF, examine
+from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.repair_check import is_right, with_contents
-from attnlab.diagnosis.refinement import compared, follows_from, leak_of
+from attnlab.diagnosis.refinement import compared, counts_slots, follows_from, leak_of
 from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.kernels.backend import Backend
@@ -61,10 +61,13 @@ _LENGTHS = (
 def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
     """Yield cases with other lengths, scales and numbers, with the features of a case.
 
+    The last has the lengths of the case, and other numbers: no other length may show its fault.
+
     ``only_decodes``: every sequence has one new token, for statements that are about decodes alone.
     """
     case = case.replace(first_block=0, num_blocks=None) if case.first_block else case
-    for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
+    own = (case.lengths.query_lens, case.lengths.ctx_lens)
+    for seed, (query_lens, ctx_lens) in enumerate((*_LENGTHS, own), 911):
         has_prefill = case.spec.prefill and not only_decodes
         lengths = query_lens if has_prefill else (1,) * len(query_lens)
         if not case.spec.context:
@@ -86,11 +89,23 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     names = [candidate.name for candidate in diagnosis.explanations]
     base = {"status": diagnosis.status, "names": names, "said": diagnosis.sentences()}
     if names:
-        right = [name for name in names if _predicts(lab, backend, case, DEFECTS[name])]
+        right = [
+            one.name
+            for one in diagnosis.explanations
+            if _predicts(lab, backend, case, one.defect, only_decodes=one.only_decodes)
+        ]
         kind = "named" if diagnosis.status == "explained" else "shortlist"
         return {**base, "right": right, "answer": _judged(kind, bool(right))}
     if diagnosis.rule is not None:
-        verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect, diagnosis.rule)
+        rule = diagnosis.rule
+        verified = _predicts(
+            lab,
+            backend,
+            case,
+            rule.candidate.defect,
+            only_decodes=rule.only_decodes,
+            in_all_rows=True,
+        )
         if diagnosis.bad_lines:
             verified &= _accesses(lab, backend, case, set(diagnosis.bad_lines))
         return {**base, "answer": _judged("described by a rule", verified)}
@@ -101,7 +116,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     judges: dict[str, tuple[Any, Callable[[], bool]]] = {
         "its accesses": (diagnosis.accesses, lambda: _accessed(lab, case, diagnosis.accesses)),
-        "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case)),
+        "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case, diagnosis.leak)),
         "its features": (diagnosis.features, lambda: _needs(lab, case, diagnosis.features)),
     }
     for kind, (said, is_right_there) in judges.items():
@@ -142,7 +157,10 @@ def judged_lines(
     if claim is not None:
         judges[claim.text] = lambda: repair_verdict(lab, claim, sound, is_planted)
     if seen is not None and seen.description is not None and diagnosis.explanations:
-        described = DescribedWeights(description=seen.description, cases=1)
+        only_decodes = max(case.lengths.query_lens) == 1 and case.spec.prefill
+        described = DescribedWeights(
+            description=seen.description, cases=1, only_decodes=only_decodes
+        )
         judges[f"X-ray of the kernel: {seen.sentences[0]}"] = lambda: _describes(
             lab, backend, case, described
         )
@@ -282,16 +300,22 @@ def _judged(kind: str, verified: bool) -> str:
 
 
 def _predicts(
-    lab: Lab, backend: Backend, case: Case, defect: Defect, rule: ConfirmedRule | None = None
+    lab: Lab,
+    backend: Backend,
+    case: Case,
+    defect: Defect,
+    *,
+    only_decodes: bool,
+    in_all_rows: bool = False,
 ) -> bool:
     """Return whether a defect explains the kernel's output on fresh cases, wherever one of them is wrong.
 
-    A ``rule`` must do so in all rows, or in all decodes or prefills, not in single sequences. A defect that
+    A rule must do so in all rows, or in all decodes or prefills, not in single sequences. A defect that
     is "less likely" gives all outputs up to rounding, too: a factor of keys that are rounded afterwards, for
     example, is not the one that fits best.
     """
     decisive = 0
-    for fresh in fresh_cases(case, rule is not None and rule.only_decodes):
+    for fresh in fresh_cases(case, only_decodes):
         known = with_known_contents(fresh)
         if defect.name in SLOTS_OF:  # finite numbers times 0 would not show it
             known = known.replace(empty_slots="nan")
@@ -299,9 +323,16 @@ def _predicts(
             output = run_case(lab, backend, known).output
         except AttnLabError:
             continue
-        is_wrong = diagnose(known, output, lab=lab, defects=(), propose=False).is_wrong
+        evidence = examine(lab, known, output, ()).evidence
+        wrong_rows = evidence.locations.wrong_rows
+        is_wrong = bool(len(wrong_rows))
+        if defect.name == NEVER_WRITTEN:  # which rows that concerns depends on the lengths
+            if not bool(torch.isin(wrong_rows, evidence.unwritten).all()):
+                return False
+            decisive += is_wrong
+            continue
         only = diagnose(known, output, lab=lab, defects=(defect,), propose=False)
-        found = [one for one in only.candidates if _fits(one, in_all_rows=rule is not None)]
+        found = [one for one in only.candidates if _fits(one, in_all_rows=in_all_rows)]
         if is_wrong and not found:
             return False
         decisive += is_wrong
@@ -362,10 +393,12 @@ def _accessed(lab: Lab, case: Case, claim: AccessClaim | None) -> bool:
     return is_decisive and all(claim.holds_in(one) for one in found)
 
 
-def _leaks(lab: Lab, backend: Backend, case: Case) -> bool:
-    """Return whether NaN in unwritten slots alone makes fresh outputs wrong."""
+def _leaks(lab: Lab, backend: Backend, case: Case, claim: LeakClaim | None) -> bool:
+    """Return whether fresh outputs are wrong by what unwritten slots hold, as a claim says."""
+    assert claim is not None
+    holds = leak_of if claim.only_nan else counts_slots
     found = [
-        leak_of(lab, fresh, lambda one: run_case(lab, backend, one).output)
+        holds(lab, fresh, lambda one: run_case(lab, backend, one).output)
         for fresh in fresh_cases(case)
     ]
     return True in found and False not in found

@@ -66,10 +66,7 @@ from attnlab.lab.lab import Lab  # noqa: E402
 _VARIANTS = 31  # variants before the Cases with a mask or an op argument
 _FLOAT16 = {"dtype": "float16", "block_size": 16}
 _SIZES = {**_FLOAT16, "head_size": 32}
-_FAR, _SCALED = (
-    "far_",
-    "per_token_head",
-)  # op arguments that take tens of gigabytes, and about 9 of them
+_SCALED = "per_token_head"  # op arguments that take about 9 GB
 _MATCH, _NOT_RUN, _NO_MEMORY = "match", "not run", "out of memory"
 _SPAWN = multiprocessing.get_context("spawn")
 _SAVE_S = 5.0  # between two writes of the document
@@ -205,12 +202,12 @@ def _run(
 ) -> None:
     """Fill in the outcomes of jobs that have none, from several workers.
 
-    Cases with far tensors run one at a time; after them those with far scales, a few at a time.
+    Cases with scales per token and head run a few at a time.
     """
-    far, large, small = deque[int](), deque[int](), deque[int]()
+    large, small = deque[int](), deque[int]()
     for i, (_, name, _) in enumerate(jobs):
         if found[i] is None:
-            (far if _FAR in name else large if _SCALED in name else small).append(i)
+            (large if _SCALED in name else small).append(i)
 
     def serve(todo: deque[int]) -> None:
         worker = Worker(args.source, args.device)
@@ -221,10 +218,7 @@ def _run(
         worker.stop()
 
     light = _started(serve, small, args.processes)
-    for queue, count in ((far, 1), (large, args.large)):
-        for thread in _started(serve, queue, count):
-            thread.join()
-    for thread in light:
+    for thread in [*_started(serve, large, args.large), *light]:
         thread.join()
 
 

@@ -1,15 +1,17 @@
 """Compare the findings of ``attnlab check`` between releases of Triton, case by case.
 
-python tools/triton_versions.py FOLDER SOURCE...                all cases of some vLLMs, with each release
-python tools/triton_versions.py FOLDER SOURCE... --sample 40    of each vLLM, 40 cases
+python tools/triton_versions.py FOLDER                            all cases of three vLLMs, with four releases
+python tools/triton_versions.py FOLDER 0.33.0 --sample 40         40 cases of one vLLM
 python tools/triton_versions.py FOLDER SOURCE... --triton 3.6.0 3.9.0 --processes 16 --json differences.json
 
-SOURCE: a wheel, an sdist, a checkout, or the number of a release that was fetched. FOLDER keeps the releases
+SOURCE: a wheel, an sdist, a checkout, or the number of a release, which is fetched. FOLDER keeps the releases
 of Triton, as triton-3.6.0 or 3.6.0; one that is missing is installed there from the package registry. The
 release that is installed here needs no folder.
 
-Each release runs in a process of its own. A case that an interpreter cannot run is listed as "not run". It is
-not a difference; other findings are. The exit code is 1 if there is a difference.
+Each release runs in a process of its own. FOLDER/verdicts keeps what it found, so that the same command
+continues after an interruption; verdicts of another attnlab are not used. A case that an interpreter cannot
+run is listed as "not run". It is not a difference; other findings are. Exit codes: 0 no difference, 1 a
+difference.
 
 A sample has, for each op, a case of each mask, op argument, cache dtype and dtype, in which interpreters may
 differ, then cases at equal distances among the others.
@@ -18,9 +20,9 @@ differ, then cases at equal distances among the others.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+SOURCES = ("0.33.0", "0.20.2", "0.11.2")
 Verdicts = dict[str, dict[str, Any]]  # by the case, in words
 
 
@@ -35,7 +38,7 @@ def main() -> int:
     """Run the comparison, or, in a process of its own, one release of Triton."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE")
+    parser.add_argument("sources", nargs="*", default=SOURCES, metavar="SOURCE")
     parser.add_argument("--triton", nargs="+", default=TRITONS, metavar="VERSION")
     parser.add_argument(
         "--sample", type=int, metavar="N", help="cases of each source (default: all)"
@@ -59,19 +62,30 @@ def main() -> int:
 
 def run_with(triton: str, args: argparse.Namespace, source: str) -> Verdicts:
     """Return the verdicts of one source with one release of Triton, from a process of its own."""
-    path = [*package(args.folder, triton), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "verdicts.json"
+    sample = "all" if args.sample is None else args.sample
+    name = re.sub(r"[^\w.-]", "_", source).strip("_")
+    answer = args.folder / "verdicts" / f"{name}-{sample}-{triton}.json"
+    found: dict[str, Any] = json.loads(answer.read_text()) if answer.is_file() else {}
+    if found.get("attnlab") != attnlab_version():
+        answer.parent.mkdir(parents=True, exist_ok=True)
+        path = [*package(args.folder, triton), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, __file__, str(args.folder), source, "--verdicts", str(answer)]
         command += ["--processes", str(args.processes)]
         command += [] if args.sample is None else ["--sample", str(args.sample)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=environment, check=True)
-        found: dict[str, Any] = json.loads(answer.read_text())
+        found = json.loads(answer.read_text())
     if found["triton"] != triton:
         raise SystemExit(f"Triton {triton} was asked for, {found['triton']} was imported")
     verdicts: Verdicts = found["verdicts"]
     return verdicts
+
+
+def attnlab_version() -> str:
+    """Return attnlab's version, with a digest of the code that decides verdicts."""
+    from attnlab.checker.case_run import versions
+
+    return versions()["attnlab"]
 
 
 def package(folder: Path, triton: str) -> list[str]:
@@ -123,7 +137,7 @@ def verdicts(source: str, sample: int | None, processes: int) -> dict[str, Any]:
         engine.run(plan.job(), sorted(tasks, key=lambda one: -one.cost_s), note)
     finally:
         engine.close()
-    return {"triton": version("triton"), "verdicts": found}
+    return {"triton": version("triton"), "attnlab": attnlab_version(), "verdicts": found}
 
 
 def sampled(tasks: Sequence[Any], number: int) -> list[Any]:

@@ -437,10 +437,7 @@ def _check_op_argument(case: CaseQuantities) -> None:
         refuse("op_argument", f"{', '.join((NONE, *names))} with {case.op}", name)
     if case.backend != "vllm":
         refuse("op_argument", f"{NONE} with backend {case.backend}", name)
-    for other, needed in argument.needs.items():
-        value = getattr(case, other)
-        if value != needed:
-            refuse(other, f"{needed} with op_argument {name}", value)
+    _check_needs(case, argument)
     if case.mask in argument.refused_masks:
         masks = ", ".join(mask for mask in MASKS if mask not in argument.refused_masks)
         refuse("mask", f"one of {masks} with op_argument {name}: {argument.refusal}", case.mask)
@@ -451,6 +448,15 @@ def _check_op_argument(case: CaseQuantities) -> None:
         refuse("block_size", f"a multiple of {case.key_x} with op_argument {name}", case.block_size)
     if case.kv_head_range is not None or case.seq_range is not None:
         refuse("op_argument", f"{NONE} for a part of a call", name)
+
+
+def _check_needs(case: CaseQuantities, argument: OpArgument) -> None:
+    """Check the fields that an op argument needs; those of the cache only if the op gets one."""
+    for other, needed in argument.needs.items():
+        value = getattr(case, other)
+        has_field = other != "kv_cache_dtype" or case.spec.cache_layout is not None
+        if has_field and value != needed:
+            refuse(other, f"{needed} with op_argument {argument.name}", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

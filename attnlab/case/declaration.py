@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.fields import (
+    ArgumentName,
     BackendName,
     FieldType,
     Flag,
@@ -118,7 +119,9 @@ class CaseFields(Shown):
     )
     op_argument: str = _test(
         NONE,
-        OneOf((NONE, *OP_ARGUMENTS), {name: one.summary for name, one in OP_ARGUMENTS.items()}),
+        ArgumentName(
+            (NONE, *OP_ARGUMENTS), {name: one.summary for name, one in OP_ARGUMENTS.items()}
+        ),
         "argument of the op that no other field sets, by a name (backend vllm); `attnlab check --coverage` "
         "lists the arguments of each op",
     )

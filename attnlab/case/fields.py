@@ -177,6 +177,18 @@ _FILE_FUNCTION = re.compile(r"[^\n]+\.py:[^\W\d]\w*")
 
 
 @dataclass(frozen=True)
+class ArgumentName(OneOf):
+    """One of the names of op arguments; that of a former one has a hint at what replaces it."""
+
+    def check(self, name: str, value: Any) -> str:
+        if isinstance(value, str) and value not in self.choices and "far_" in value:
+            new = value.replace("far_values", "spaced_values")
+            hint = "; offsets beyond 2^31 elements are found by attnlab horizon"
+            refuse(name, "a known one", value, f"; it is now {new}" if new != value else hint)
+        return super().check(name, value)
+
+
+@dataclass(frozen=True)
 class BackendName(OneOf):
     """One of a few names, or a user's kernel: "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an
     entry point.

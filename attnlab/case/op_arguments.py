@@ -4,7 +4,8 @@ A Case passes at most one of them, as its field ``op_argument``. Only backend "v
 is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in :mod:`attnlab.lab.argument_reference`.
 
 ``needs`` has only what the argument means: an ALiBi bias to take the root of, an FP8 cache for an FP8 query.
-What an op refuses, it refuses itself.
+What an op refuses, it refuses itself. An op without an argument for the scales of its tensors gets them
+without scales; it must refuse them.
 """
 
 import dataclasses
@@ -23,13 +24,10 @@ class ScaledCache:
 
     - ``numbers``: "int8", "fp8" (the platform's E4M3) or "int4". INT4 is rotated, has two numbers in a byte
       and the zero point in its scale. ``mode``: KVQuantMode of vLLM 0.33.0.
-    - ``far_dims``: the dimension of the key's and of the value's scale cache that is beyond 2^31 elements;
-      None for a scale cache with gaps.
     """
 
     numbers: str
     mode: int
-    far_dims: tuple[int | None, int | None] = (None, 0)
 
     @property
     def is_packed(self) -> bool:
@@ -48,7 +46,6 @@ class OpArgument:
     - ``least_head_size``: the smallest head_size.
     - ``refused_masks``: masks with which the op refuses the argument; ``refusal``: by which line.
     - ``no_xray``: why values of 0 and 1 do not show the weights of the keys, or "".
-    - ``far_dim``: the dimension of tensors whose last index is beyond 2^31 elements, or None.
     - ``strided``: the argument that passes the same numbers with other strides, or None.
     """
 
@@ -63,7 +60,6 @@ class OpArgument:
     refused_masks: tuple[str, ...] = ()
     refusal: str = ""
     no_xray: str = ""
-    far_dim: int | None = None
     strided: str | None = None
 
     @property
@@ -76,23 +72,10 @@ class OpArgument:
         """Answer whether the cache has two numbers in a byte."""
         return self.cache is not None and self.cache.is_packed
 
-    @property
-    def is_far(self) -> bool:
-        """Answer whether it asks for tensors beyond 2^31 elements and nothing else."""
-        dims = (self.far_dim,) if self.cache is None else self.cache.far_dims
-        return None not in dims
-
 
 NONE = "none"
 NO_ARGUMENT = OpArgument(name=NONE, ops=(), parameters=(), summary="the op's own defaults")
 _INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
-# The ops by dimension of a tensor whose stride they use; dimension 0 is that of "far_rows".
-_FAR_DIMS = {
-    1: (WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
-    2: (WRAPPER, PREFILL, UNIFIED, DECODE_FWD, WRITE),
-    3: (WRAPPER, PREFILL, UNIFIED),
-    4: (WRAPPER, PREFILL),
-}
 _ALL = (
     OpArgument(
         name="alibi_sqrt",
@@ -104,9 +87,9 @@ _ALL = (
     ),
     OpArgument(
         name="fp8_query",
-        ops=(UNIFIED,),
+        ops=(UNIFIED, WRAPPER, PREFILL, ENCODER, DECODE_FWD),
         parameters=("q_descale",),
-        summary="the query is FP8, with a scale",
+        summary="the query is FP8, with a scale; without a cache key and value are, too",
         needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
     ),
@@ -120,9 +103,9 @@ _ALL = (
     ),
     OpArgument(
         name="int8_per_token_head",
-        ops=(UNIFIED, WRITE),
+        ops=(UNIFIED, DECODE_FWD, WRITE),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
-        summary="the cache is int8, with a scale per token and KV head in caches with gaps or far blocks",
+        summary="the cache is int8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int8", mode=_INT8),
     ),
@@ -130,21 +113,10 @@ _ALL = (
         name="fp8_per_token_head",
         ops=(UNIFIED, WRITE),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
-        summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
+        summary="the cache is FP8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
-        cache=ScaledCache(numbers="fp8", mode=_FP8, far_dims=(0, None)),
+        cache=ScaledCache(numbers="fp8", mode=_FP8),
         has_fp8=True,
-    ),
-    *(
-        OpArgument(
-            name=f"int8_far_{name}_per_token_head",
-            ops=(UNIFIED,),
-            parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
-            summary=f"as int8_per_token_head, with {name} of the scale caches beyond 2^31 elements",
-            needs={"kv_cache_dtype": "auto"},
-            cache=ScaledCache(numbers="int8", mode=_INT8, far_dims=(dim, dim)),
-        )
-        for dim, name in ((1, "slots"), (2, "heads"))
     ),
     OpArgument(
         name="int4_per_token_head",
@@ -247,31 +219,6 @@ _ALL = (
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(
-        name="far_rows",
-        ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
-        parameters=("query", "q", "output", "key"),
-        summary="the last row of each tensor whose stride the kernels use is beyond 2^31 elements",
-        needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
-        far_dim=0,
-    ),
-    *(
-        OpArgument(
-            name=f"far_dim_{dim}",
-            ops=ops,
-            parameters=("query", "q", "output", "key_cache"),
-            summary=f"the last index of dimension {dim} is beyond 2^31 elements in each tensor whose stride "
-            "the kernels use",
-            needs={
-                "kv_layout": "contiguous",
-                "pad_batch": 0,
-                "interleave_v": False,
-                "first_block": 0,
-            },
-            far_dim=dim,
-        )
-        for dim, ops in _FAR_DIMS.items()
-    ),
-    OpArgument(
         name="short_scratch",
         ops=(UNIFIED,),
         parameters=("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
@@ -327,7 +274,7 @@ _WRITTEN = (
 _STRIDED = (
     ("padded_tokens", "each head of key and value is padded", lambda one: True),
     (
-        "far_values",
+        "spaced_values",
         "the blocks of the value cache are farther apart than those of the key cache",
         lambda one: one.cache is None and one.name != "diffkv",  # diffkv has one cache
     ),

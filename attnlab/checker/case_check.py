@@ -42,6 +42,7 @@ from attnlab.checker.case_run import (
 )
 from attnlab.checker.coverage import relative_points
 from attnlab.checker.finding import Finding
+from attnlab.checker.horizons import horizon_verdict
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -74,7 +75,7 @@ NOT_DETERMINISTIC = "not_deterministic"
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
 _FAR = "offset beyond 2^31 elements"
-_NO_SCALES = "FP8 cache without scales"
+_FP8_CACHE, _SCALES = "FP8 cache", ("a scale", "scales")
 
 
 def check_case(
@@ -93,6 +94,8 @@ def check_case(
     try:
         run = run_case(lab, backend, case, trace_reads=True)
     except (KernelRejected, KernelFailed) as error:
+        if backend.missing_scales(case):
+            raise Unsupported(f"the kernel rejects a case: {error}") from error
         return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
     on_run(case, run)
     findings = [*observations(case, run.memory), *wrong_accesses(case, run)]
@@ -212,6 +215,8 @@ def _wrong_output(
     if case.empty_slots != "zeros" and _is_correct(lab, backend, case.replace(empty_slots="zeros")):
         return _leak(lab, backend, case, diagnosis)
     output_of_zeros = run_case(lab, backend, zeros).output
+    if case.freed != "kept" and (found := _wrong_if_plainer(lab, backend, zeros, freed="kept")):
+        return found  # a rule cannot be named while what it reads is gone
     diagnosis_of_zeros = confirmed(lab, backend, zeros, _diagnose(lab, zeros, output_of_zeros))
     if not diagnosis_of_zeros.is_wrong:
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
@@ -244,18 +249,21 @@ def _unwritten_rows(lab: Lab, backend: Backend, case: Case, output: torch.Tensor
 
 
 def _without_scales(lab: Lab, backend: Backend, case: Case) -> Finding | None:
-    """Return the finding of an op that accepts an FP8 cache without its scales, or None.
+    """Return the finding of an op that accepts FP8 or int8 tensors without their scales, or None.
 
     No output that does not depend on the scales can be right with two different ones.
     """
     missing = backend.missing_scales(case)
-    if not missing or case.k_scale == case.v_scale == 1:
+    if case.k_scale == case.v_scale == 1:
+        missing.pop(_FP8_CACHE, None)
+    if not missing:
         return None
     zeros = case.replace(empty_slots="zeros")
     if not _output_errors(lab, zeros, run_case(lab, backend, zeros).output).mismatched:
         return None
-    text = f"the op accepts an FP8 cache and has no argument {' and no '.join(missing)}"
-    return _finding(zeros, "wrong_output", text, _NO_SCALES)
+    what, names = next(iter(missing.items()))
+    text = f"the op accepts an {what} and has no argument {' and no '.join(names)}"
+    return _finding(zeros, "wrong_output", text, f"{what} without {_SCALES[len(names) > 1]}")
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
@@ -331,13 +339,13 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     zeros = case.replace(empty_slots="zeros")
     of_zeros = run_case(lab, backend, zeros).output
     is_leak = not _output_errors(lab, zeros, of_zeros).mismatched
-    if not is_leak and (wrong := _wrong_without_argument(lab, backend, zeros)) is not None:
+    if not is_leak and (wrong := _wrong_if_plainer(lab, backend, zeros, op_argument=NONE)):
         return wrong
     place = errors.places()[0]
     text = (
         f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
     )
-    label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
+    label = f"op_argument {case.op_argument}"
     if is_leak:
         return _leak_with_argument(lab, backend, case, text, label)
     may_lack_alibi = case.alibi and "alibi" not in case.argument.needs
@@ -356,9 +364,9 @@ def _leak_with_argument(lab: Lab, backend: Backend, case: Case, text: str, label
     return _finding(case, "reads_unwritten_slots", text, label)
 
 
-def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:
-    """Return the fault of the output of a Case without its op argument, or None."""
-    plain = case.replace(op_argument=NONE)
+def _wrong_if_plainer(lab: Lab, backend: Backend, case: Case, **plain_field: Any) -> Finding | None:
+    """Return the fault of the output of a Case with the plain value of a field, or None."""
+    plain = case.replace(**plain_field)
     output = run_case(lab, backend, plain).output
     diagnosis = _diagnose(lab, plain, output)
     return _wrong_output(lab, backend, plain, output, diagnosis) if diagnosis.is_wrong else None
@@ -445,12 +453,12 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
             found = check_case(lab, backend, case)
     except AttnLabError:
         return None
-    is_named = finding.diagnosis in finding.names  # then a smaller Case must have the same name
     return next(
         (
             other
             for other in found
-            if other.is_same(finding) and (other.diagnosis == finding.diagnosis or not is_named)
+            if other.is_same(finding)
+            and (other.diagnosis == finding.diagnosis or not finding.is_named)
         ),
         None,
     )
@@ -553,6 +561,9 @@ class CheckJob(Job):
         if "finding" in payload:
             small = shrink(lab, backend, Finding.from_verdict(payload["finding"]))
             verdict = {"finding": small.to_verdict()}
+        elif "horizon" in payload:
+            case = Case.from_dict(payload["case"])
+            verdict = horizon_verdict(backend, case, payload["horizon"])
         elif self.coverage:
             with measuring() as measured:
                 verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))

@@ -43,6 +43,7 @@ def check(
     known: Path | str | None = None,
     times: Path | str | None = None,
     coverage: bool = False,
+    horizon: bool = True,
     stop: Callable[[], bool] = lambda: False,
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
@@ -66,6 +67,7 @@ def check(
     - ``known``: a file of expected findings (:mod:`attnlab.checker.finding`).
     - ``times``: the store of an earlier check, whose times divide the shards.
     - ``coverage``: measure which lines and branches of the kernels the cases reach (device "cpu").
+    - ``horizon``: ask at which sizes int32 addresses of the Triton kernels of a vLLM wrap (device "cpu").
     - ``stop``: called often; when it returns True, the check ends with a report of what ran.
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
@@ -103,6 +105,7 @@ def check(
         seed=seed,
         case_limit_s=limit_s,
         coverage=coverage,
+        horizon=horizon,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
 
@@ -135,6 +138,7 @@ def release_plan(
     case_seconds: float | None = None,
     seed: int = 0,
     times: Path | str | None = None,
+    horizon: bool = True,
 ) -> "ReleasePlan":
     """Return the plan of a check of many releases; the arguments are those of :func:`check`.
 
@@ -154,6 +158,7 @@ def release_plan(
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
+        horizon=horizon,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
 

@@ -179,7 +179,7 @@ UNREACHABLE = (
 )
 
 
-# Why some parameters of vLLM's ops do not change the result, and some strides and offsets do not occur.
+# Why some parameters of vLLM's ops do not change the result, and some strides do not occur.
 #
 # The key of an entry is (op, parameter); the op "" stands for all.
 
@@ -212,16 +212,10 @@ INDEX_DTYPES: Mapping[tuple[str, str], tuple[str, ...]] = {
     (WRITE, "slot_mapping"): ("int64",),
 }
 NO_STRIDE = "The kernels get no stride of it; it must be contiguous."
-NO_FAR = "The kernels compute its offsets from sizes, and it is small."
-# Scratch memory of the split path, whose offsets the kernels compute from sizes as well.
-FAR_REASONS: Reasons = {
-    (UNIFIED, name): "An offset beyond 2^31 needs 2 million programs, hours under the interpreter."
-    for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-}
 
 
-# Coverage of arguments: which parameters of an op got one value only, and which strides, dtypes and far
-# offsets no case had.
+# Coverage of arguments: which parameters of an op got one value only, and which strides and dtypes no case
+# had.
 #
 # It is built from the facts of the cases (:mod:`attnlab.kernels.vllm.op_arguments`).
 
@@ -234,7 +228,7 @@ class ParameterUse:
 
     - ``values``: the values of a number, and "tensor"; ``dtypes``: of tensors.
     - ``strides``: dimensions whose stride differed from that of a contiguous tensor; ``no_strides``: the
-      others that had more than one index. ``far``, ``not_far``: likewise, whether an offset exceeded 2^31.
+      others that had more than one index.
     - ``gaps``: what is missing; ``reasons``: what is missing for a reason.
     """
 
@@ -243,8 +237,6 @@ class ParameterUse:
     dtypes: tuple[str, ...]
     strides: tuple[int, ...]
     no_strides: tuple[int, ...]
-    far: tuple[int, ...]
-    not_far: tuple[int, ...]
     gaps: tuple[str, ...]
     reasons: tuple[str, ...]
 
@@ -268,7 +260,7 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
     values = _after(facts, "value ")
     dtypes = _after(facts, "dtype ")
     dims = {int(n) for n in _after(facts, "dim ")}
-    strides, far = ({int(n) for n in _after(facts, word)} for word in ("stride ", "far "))
+    strides = {int(n) for n in _after(facts, "stride ")}
     gaps: list[str] = []
     reasons: list[str] = []
     reason = VALUE_REASONS.get((op, name)) or VALUE_REASONS.get(("", name))
@@ -280,10 +272,6 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
     for dim in sorted(dims - strides):
         text = f"stride {dim} is that of a contiguous tensor"
         gaps, reasons = _sorted(text, NO_STRIDE if dim >= used else "", gaps, reasons)
-    for dim in sorted(dims - far):
-        text = f"offsets of dimension {dim} are below 2^31"
-        why = FAR_REASONS.get((op, name)) or (NO_FAR if dim >= used else "")
-        gaps, reasons = _sorted(text, why, gaps, reasons)
     if set(dtypes) & set(_INDEX_DTYPES):
         wanted = INDEX_DTYPES.get((op, name), _INDEX_DTYPES)
         gaps += [f"never {dtype}" for dtype in wanted if dtype not in dtypes]
@@ -293,8 +281,6 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
         dtypes=tuple(dtypes),
         strides=tuple(sorted(strides)),
         no_strides=tuple(sorted(dims - strides)),
-        far=tuple(sorted(far)),
-        not_far=tuple(sorted(dims - far)),
         gaps=tuple(gaps),
         reasons=tuple(reasons),
     )

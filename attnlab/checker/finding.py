@@ -5,6 +5,7 @@ error by itself.
 """
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from attnlab.case.shown import Shown
 if TYPE_CHECKING:
     from attnlab.diagnosis.claims import KernelLine
 
+HORIZON, BEYOND = "int32_horizon", "int32_beyond"
 KINDS = {
     "wrong_output": "the output differs from the reference by more than rounding",
     "wrong_bytes": "the cache holds other bytes than it should after the write",
@@ -31,17 +33,19 @@ KINDS = {
     "reads_freed_blocks": "the output depends on blocks that the sliding window has freed",
     "not_deterministic": "equal calls give different outputs",
     "fails": "the op raises an error that its contract does not state",
+    HORIZON: "an int32 offset overflows at a size that fits on one GPU of 288 GB",
 }
 OBSERVATIONS = {
     "out_of_bounds": "a kernel reads or writes outside its tensors",
     "int32_wrap": "a product of int32 numbers overflows",
+    BEYOND: "an int32 offset overflows only at a size that does not fit on one GPU of 288 GB",
     "follows_empty_slots": "the output depends on unwritten slots, within rounding",
     "reads_foreign_slots": "a kernel reads slots of another sequence, or slots that no sequence owns",
     "reads_future_slots": "a kernel reads tokens after the last row that the program computes",
     "reads_empty_slots": "a kernel reads unwritten slots of the sequence's own blocks",
     "reads_outside_window": "a kernel reads tokens before the sliding window of every row",
 }
-_TUPLES = ("names", "wrong_in", "right_in", "contents")
+_TUPLES = ("names", "wrong_in", "right_in", "contents", "horizon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -63,6 +67,7 @@ class Finding(Shown):
     - ``lines``: source lines that may hold the fault, the likeliest first, if they were looked for;
       ``no_lines``: why there are none, or "".
     - ``flags``: what the command that reproduces it needs besides the Case, such as --source.
+    - ``horizon``: the flags of ``attnlab horizon`` that show it, instead of a Case; empty for other kinds.
     """
 
     op: str
@@ -80,6 +85,7 @@ class Finding(Shown):
     wrong_in: tuple[str, ...] = ()
     right_in: tuple[str, ...] = ()
     contents: tuple[str, ...] = ()
+    horizon: tuple[str, ...] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -87,12 +93,17 @@ class Finding(Shown):
         return self.kind in KINDS
 
     @property
+    def is_named(self) -> bool:
+        """Return whether a single defect explains the output."""
+        return self.diagnosis in self.names
+
+    @property
     def title(self) -> str:
-        """Return the diagnosis, with the names of an ambiguous one or the description of one without."""
+        """Return the diagnosis, with the names of an ambiguous one; of one without a name its description."""
         if self.diagnosis == "ambiguous" and self.names:
             return f"ambiguous: {', '.join(self.names)}"
         if self.diagnosis == "described" and self.description:
-            return f"described: {self.description}"
+            return self.description
         return self.diagnosis
 
     @property
@@ -119,7 +130,7 @@ class Finding(Shown):
     def joined(self, other: "Finding") -> "Finding":
         """Return this finding with what another one of the same fault adds.
 
-        Only names that explain both are left; a single one is the diagnosis.
+        Only names that explain both are left; a single one is the diagnosis, with its description.
         """
         both: dict[str, Any] = {
             name: tuple(sorted({*getattr(self, name), *getattr(other, name)}))
@@ -130,7 +141,22 @@ class Finding(Shown):
         if not names:
             return joined
         diagnosis = names[0] if len(names) == 1 else self.diagnosis
-        return dataclasses.replace(joined, names=names, diagnosis=diagnosis)
+        texts = (one.description for one in (self, other) if set(one.names) == set(names))
+        text = next(texts, self.description)
+        return dataclasses.replace(joined, names=names, diagnosis=diagnosis, description=text)
+
+    def seen_in(self, total: int | None = None) -> str:
+        """Return how many cases show the finding, of a total if given; a horizon has runs of its own."""
+        if self.horizon:
+            return "two runs of the kernel"
+        of = "" if total is None else f" of {total}"
+        return f"{self.seen}{of} {'case' if self.seen == 1 and not of else 'cases'}"
+
+    def run(self, source: str = "SOURCE") -> str:
+        """Return the smallest Case as a command line, or the horizon of a kernel of ``source``."""
+        if self.horizon:
+            return shlex.join(["attnlab", "horizon", source, *self.horizon])
+        return self.case.to_cli()
 
     @property
     def command(self) -> str:
@@ -140,6 +166,8 @@ class Finding(Shown):
         output that follows empty slots needs two runs: the command makes both, and compares them.
         """
         case, flags = self.case, self.flags
+        if self.horizon:
+            return self.run(dict(itertools.pairwise(flags)).get("--source", "SOURCE"))
         if self.kind == "follows_empty_slots":
             flags = (*flags, "--against", "empty_slots=garbage")
         elif not self.is_fault and case.backend != "model" and not case.first_block:
@@ -177,7 +205,7 @@ def merged_findings(findings: Sequence[Finding]) -> list[Finding]:
             found.append(one)
             continue
         first, other = found[i], one
-        if first.diagnosis not in first.names and one.diagnosis in one.names:
+        if not first.is_named and one.is_named:
             first, other = one, first
         found[i] = dataclasses.replace(first.joined(other), seen=first.seen + other.seen)
     return found
@@ -185,7 +213,7 @@ def merged_findings(findings: Sequence[Finding]) -> list[Finding]:
 
 def _is_one_fault(one: Finding, other: Finding) -> bool:
     if (one.op, one.kind) == (other.op, other.kind) and one.case == other.case:
-        return True
+        return not one.horizon or one.diagnosis == other.diagnosis
     return bool(set(one.names) & set(other.names)) and one.is_same(other)
 
 

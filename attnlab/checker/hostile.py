@@ -450,14 +450,22 @@ def hostile_cases(
 
 
 def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield a Case of each variant that the op and the backend support."""
+    """Yield a Case of each variant that the op and the backend support, two if a split would hide rows."""
     for i, variant in enumerate(VARIANTS):
         if not variant.is_for(op):
             continue
         lengths, splits = LENGTHS[i % len(LENGTHS)], {"num_splits": _SPLITS[i % len(_SPLITS)]}
         fields = {**_fields(lengths), **(splits if OPS[op].num_splits else {}), **variant.fields}
-        with contextlib.suppress(InvalidCase):
-            yield _make_case(backend, op, platform, fields, rng.randrange(1 << 30))
+        seed = rng.randrange(1 << 30)
+        for form in ({}, *([{"num_splits": 0}] if _loses_rows(backend, op, fields) else [])):
+            with contextlib.suppress(InvalidCase):
+                yield _make_case(backend, op, platform, fields | form, seed)
+
+
+def _loses_rows(backend: Backend, op: str, fields: Mapping[str, Any]) -> bool:
+    """Answer whether a split leaves one new token per sequence, so that the op must also run without it."""
+    is_split = op == UNIFIED and bool(fields.get("num_splits"))
+    return is_split and max(fields["query_lens"]) > longest_split(backend) == 1
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
@@ -495,7 +503,10 @@ def hostile_design(backend: Backend, op: str, platform: str) -> Design:
     """Return the design of an op: its knobs, with lengths at the edges of its tiles, and what it refuses."""
 
     def make(fields: Mapping[str, Any]) -> Case:
-        return _make_case(backend, op, platform, fields, 0)
+        case = _make_case(backend, op, platform, fields, 0)
+        if missing := backend.missing_scales(case):
+            raise InvalidCase(f"{op} has no argument for the scales of an {', '.join(missing)}")
+        return case
 
     plain = [make(_fields(LENGTHS[0]))]
     if OPS[op].num_splits:

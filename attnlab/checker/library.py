@@ -84,7 +84,7 @@ def check_library(
         engine = engine or stack.enter_context(InProcess())
         run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
         run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
-        shrinking = plan.shrink_tasks(tasks, run.outcomes)
+        shrinking = plan.shrink_tasks(tasks, run.outcomes, shard)
         run.run(shrinking, watching("shrinking", shrinking, on_progress))
     report = build_report(
         header,
@@ -216,6 +216,8 @@ def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    if finding.horizon:
+        return finding
     if finding.case.op_argument != NONE:
         return dataclasses.replace(finding, no_lines="an op argument is passed")
     if finding.kind not in _KINDS or finding.case.spec.writes_cache:

@@ -14,6 +14,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.shown import Shown, json_number, json_value
 from attnlab.checker.case_run import versions
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.precompile import precompile
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.lab import Lab, drawing_ahead
 from attnlab.lab.products import batch_key, cache_key, needed_bytes
@@ -201,8 +203,8 @@ class MatrixJob(Job):
         for test_id in (one for payload in payloads for one in payload["ids"]):
             with suppress(InvalidCase):  # its row says why
                 cases.append(Case.from_test_id(test_id, **self.changes))
-        if cases:
-            state.lab.backend(cases[0]).prepare(cases)
+        if cases and isinstance(backend := state.lab.backend(cases[0]), VllmBackend):
+            precompile(cases, backend.source)
         with drawing_ahead(state.lab, cases) as state.coming:
             yield
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +17,7 @@ from attnlab.checker.case_check import MAX_TRIES, CheckJob
 from attnlab.checker.case_run import source_digest, versions
 from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import Finding
+from attnlab.checker.horizons import COST_S, has_horizons, ops_with_files
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.checker.locations import op_locations
 from attnlab.kernels.backend import Backend
@@ -142,6 +143,8 @@ class Plan:
     - ``case_limit_s``: how long a case may take in a process of its own.
     - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
+    - ``all_ops``: the ops of all libraries of a run with several; empty for one.
+    - ``horizon``: also ask for the int32 horizons of each op, if it has Triton kernels in a source.
     """
 
     backend: Backend
@@ -153,10 +156,28 @@ class Plan:
     library: str = ""
     coverage: bool = False
     costs: Costs = field(default_factory=packaged_costs, repr=False)
+    horizon: bool = True
+    all_ops: tuple[str, ...] = ()
 
     def tasks(self) -> list[Task]:
         """Return a task for each case, op by op, the most informative case of an op first."""
-        return [self._task(case) for op in self.ops for case in self._hostile_cases(op)]
+        found = []
+        for op in self.ops:
+            cases = [self._task(case) for case in self._hostile_cases(op)]
+            found += cases
+            if cases and self.horizon and has_horizons(self.backend):
+                found.append(self._horizon_task(op, cases[0]))
+        return found
+
+    def _horizon_task(self, op: str, first: Task) -> Task:
+        """Return the task that asks for the horizons of an op; its payload has the op's first case."""
+        return replace(
+            first,
+            key=f"{self._prefix}{op}/horizon",
+            payload={**first.payload, "horizon": ops_with_files(op, self.all_ops or self.ops)},
+            cost_s=COST_S,
+            memory_bytes=_FIXED_BYTES,
+        )
 
     def _hostile_cases(self, op: str) -> Iterable[Case]:
         return hostile_cases(self.backend, op, self.platform, self.cases, self.seed)
@@ -175,18 +196,21 @@ class Plan:
     def _prefix(self) -> str:
         return f"{self.library}/" if self.library else ""
 
-    def shrink_tasks(self, tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
-        """Return a task for each group of equal findings: shrink that of the group's first case.
+    def shrink_tasks(
+        self, tasks: Sequence[Task], outcomes: Outcomes, shard: Shard = ALL
+    ) -> list[Task]:
+        """Return a task for each group of equal findings: shrink that of the case which stands for it.
 
-        ``tasks``: those of :meth:`tasks` that this process is to run. A case that ended its process is
-        not shrunk, because each step could end the process again.
+        ``tasks``: those of :meth:`tasks` that this process is to run. In a ``shard``, the first case of each
+        kind of finding is shrunk, since the groups, and what stands for them, depend on the other shards.
+        A case that ended its process is not shrunk, because each step could end the process again.
         """
-        found = []
-        for first in groups(tasks, outcomes).values():
-            if first.is_stopped:
-                continue
-            found.append(shrink_task(first.task, first.finding))
-        return found
+        whole = groups if shard == ALL else _kinds
+        return [
+            shrink_task(one.task, one.own)
+            for one in whole(tasks, outcomes).values()
+            if not one.is_stopped and not one.own.horizon
+        ]
 
     def job(self) -> CheckJob:
         """Return the job that runs the tasks of this plan alone."""
@@ -224,6 +248,7 @@ class Plan:
                 "cases": self.cases,
                 "seed": self.seed,
                 "case_seconds": self.case_limit_s,
+                "horizon": self.horizon,
             },
             "versions": versions(),
             "shard": str(shard),
@@ -249,6 +274,11 @@ class Plan:
         }
 
 
+def is_case(task: Task) -> bool:
+    """Answer whether a task runs a case; the others ask for the int32 horizons of an op."""
+    return "horizon" not in task.payload
+
+
 def digest_of(case: Case) -> str:
     """Return a short digest of all fields of a Case."""
     return hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
@@ -256,15 +286,36 @@ def digest_of(case: Case) -> str:
 
 @dataclass(slots=True)
 class Group:
-    """Equal findings: the finding of the first case, its task, and the number of cases.
+    """Equal findings: the case that stands for them, and what all of them tell.
 
-    ``is_stopped``: the case ended or exceeded something, so there is no verdict.
+    - ``task``: the first case that decides between the names of ``finding``, else the first; ``own``: its
+      finding. What shrinks it depends on nothing else.
+    - ``finding``: that of the first case, with what the others add; ``seen``: the number of cases.
+    - ``is_stopped``: the case ended or exceeded something, so there is no verdict.
     """
 
     task: Task
+    own: Finding
     finding: Finding
-    seen: int = 1
+    seen: int = 0
     is_stopped: bool = False
+
+    def add(self, task: Task, finding: Finding, is_stopped: bool) -> None:
+        """Add the finding of another case."""
+        self.finding = self.finding.joined(finding)
+        if not self.own.is_named and finding.is_named:
+            self.task, self.own, self.is_stopped = task, finding, is_stopped
+
+
+def _kinds(tasks: Sequence[Task], outcomes: Outcomes) -> dict[object, Group]:
+    """Return the first finding of each kind: of those that tell the same of a fault."""
+    found: dict[object, Group] = {}
+    for task in tasks:
+        if (outcome := outcomes.get(task.key)) is not None:
+            for one in findings_of(task, outcome):
+                kind = (one.group, one.names, one.wrong_in)
+                found.setdefault(kind, Group(task, one, one, is_stopped=outcome.status != DONE))
+    return found
 
 
 def groups(tasks: Sequence[Task], outcomes: Outcomes) -> dict[tuple[str, str, str], Group]:
@@ -281,10 +332,10 @@ def groups(tasks: Sequence[Task], outcomes: Outcomes) -> dict[tuple[str, str, st
         for finding in findings_of(task, outcome):
             same = (key for key, group in found.items() if group.finding.is_same(finding))
             key = next(same, finding.group)
-            if key not in found:
-                found[key] = Group(task, finding, 0, outcome.status != DONE)
-            found[key].finding = found[key].finding.joined(finding)
-            found[key].seen += key not in counted
+            is_stopped = outcome.status != DONE
+            group = found.setdefault(key, Group(task, finding, finding, is_stopped=is_stopped))
+            group.add(task, finding, is_stopped)
+            group.seen += key not in counted
             counted.add(key)
     return {group.finding.group: group for group in found.values()}
 

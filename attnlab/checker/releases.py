@@ -27,6 +27,7 @@ from attnlab.checker.plan import (
     Plan,
     findings_of,
     groups,
+    is_case,
     packaged_costs,
     shrink_key,
     shrink_task,
@@ -73,6 +74,7 @@ class ReleasePlan:
     seed: int = 0
     case_limit_s: float = 60.0
     costs: Costs = field(default_factory=packaged_costs, repr=False)
+    horizon: bool = True
 
     @cached_property
     def runs(self) -> dict[str, dict[str, str]]:
@@ -105,6 +107,8 @@ class ReleasePlan:
                     case_limit_s=self.case_limit_s,
                     library=release.version,
                     costs=self.costs,
+                    horizon=self.horizon,
+                    all_ops=self.ops,
                 )
         return found
 
@@ -145,6 +149,7 @@ class ReleasePlan:
                 "cases": self.cases,
                 "seed": self.seed,
                 "case_seconds": self.case_limit_s,
+                "horizon": self.horizon,
             },
             "digests": digests,
             "runs": self.runs,
@@ -233,10 +238,6 @@ class Row:
             return True
         return None if task is None else shows(task, outcomes.get(task.key), self.is_fault)
 
-    def is_kind(self, other: Finding) -> bool:
-        """Answer whether a fault that the Case shows on a GPU is of this kind; its diagnosis may differ."""
-        return self.finding.kind == other.kind
-
     def is_fault(self, other: Finding) -> bool:
         """Answer whether the fault that the Case shows in another release is this one.
 
@@ -305,6 +306,8 @@ def _add(found: Rows, header: Header, version: str, group: Group, outcomes: Outc
 
 def _has_same_case(one: Row, other: Row) -> bool:
     """Answer whether two rows are one: a Case has one output, whatever explains it."""
+    if one.finding.horizon:
+        return False
     cases = [{**row.finding.case.changes(), "release": None} for row in (one, other)]
     kinds = {(row.finding.op, row.finding.kind) for row in (one, other)}
     return len(kinds) == 1 and one.first == other.first and cases[0] == cases[1]
@@ -312,13 +315,12 @@ def _has_same_case(one: Row, other: Row) -> bool:
 
 def _new_row(version: str, group: Group, outcomes: Outcomes) -> tuple[Row, Task | None]:
     """Return a row of a group at its smallest Case, or the task that shrinks it if that has not run."""
-    finding = dataclasses.replace(group.finding, seen=group.seen)
-    row = Row(finding=finding, first=version)
-    if group.is_stopped:
+    row = Row(finding=dataclasses.replace(group.finding, seen=group.seen), first=version)
+    if group.is_stopped or group.own.horizon:
         return row, None
-    shrunk = outcomes.get(shrink_key(group.task, finding))
+    shrunk = outcomes.get(shrink_key(group.task, group.own))
     if shrunk is None:
-        return row, shrink_task(group.task, finding)
+        return row, shrink_task(group.task, group.own)
     if shrunk.verdict is not None:
         small = Finding.from_verdict(shrunk.verdict["finding"])
         row.finding = dataclasses.replace(small, seen=group.seen)
@@ -344,12 +346,15 @@ def run_task(
     finding: Finding, version: str, rules: str, like: Task, prefix: str = "confirm"
 ) -> Task | None:
     """Return the task that runs the smallest Case of a finding in a release; None if its rules refuse it."""
+    if finding.horizon:  # what the plan asks of each release
+        key = f"{version}/{finding.op}/horizon"
+        return dataclasses.replace(like, key=key, payload={**like.payload, "library": version})
     try:
         case = finding.case.replace(release=rules)
     except InvalidCase:
         return None
     digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
-    payload: dict[str, Any] = {"library": version, "case": case.changes()}
+    payload: dict[str, Any] = {**like.payload, "library": version, "case": case.changes()}
     return dataclasses.replace(like, key=f"{prefix}/{version}/{digest}", payload=payload)
 
 
@@ -391,10 +396,26 @@ class NativeRun:
 
     ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or the
     other faults that it shows, such as an illegal memory access; "" if it is confirmed or right.
+    ``evidence``: what the faults that it shows consist of, such as the number of wrong elements.
     """
 
     is_confirmed: bool | None
     why: str = ""
+    evidence: str = ""
+
+    @classmethod
+    def of(cls, task: Task, outcome: Outcome, finding: Finding) -> "NativeRun":
+        """Return what a run of a fault's Case showed; the diagnosis of the same kind may differ there."""
+        is_shown = shows(task, outcome, lambda other: other.kind == finding.kind)
+        if is_shown is None:
+            return cls(is_confirmed=None, why=why_no_verdict(outcome))
+        found = [one for one in findings_of(task, outcome) if one.is_fault]
+        others = [] if is_shown else [f"{one.kind}: {one.diagnosis}" for one in found]
+        return cls(
+            is_confirmed=is_shown,
+            why="; ".join(dict.fromkeys(others)),
+            evidence="; ".join(dict.fromkeys(one.evidence for one in found)),
+        )
 
     def text(self) -> str:
         """Return what the run showed, in words."""
@@ -402,7 +423,8 @@ class NativeRun:
             return f"{NOT_RUNNABLE}, {self.why}"
         if self.is_confirmed:
             return "confirmed"
-        return f"{UNCONFIRMED}, {self.why}" if self.why else "right"
+        seen = f" ({self.evidence})" if self.evidence else ""
+        return f"{UNCONFIRMED}, {self.why}{seen}" if self.why else "right"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,8 +482,18 @@ class Fault:
             "cells": self.cells,
             "evidence": finding.evidence,
             "case": finding.case.changes(),
-            "run": finding.case.to_cli(),
+            "run": finding.run(self.releases[0]),
         }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Fault":
+        """Return the fault of :meth:`to_dict`."""
+        names = ("op", "kind", "diagnosis", "names", "description", "evidence", "case")
+        return cls(
+            finding=Finding.from_verdict({name: fields[name] for name in names}),
+            cells=dict(fields["cells"]),
+            native={version: NativeRun(**one) for version, one in fields["native_runs"].items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -505,11 +537,18 @@ class ReleaseTable(Shown):
             "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
         }
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ReleaseTable":
+        """Return the table of :meth:`to_dict`."""
+        kept = {f.name: fields[f.name] for f in dataclasses.fields(cls)}
+        lists = {name: [NotRun(**one) for one in fields[name]] for name in ("not_run", "left_out")}
+        return cls(**{**kept, **lists, "faults": [Fault.from_dict(f) for f in fields["faults"]]})
+
 
 # Build the table of releases from the outcomes of the tasks.
 
-_NATIVE = "native"  # prefix of the keys of tasks on a GPU
-_NATIVE_LIMIT_S = 180.0  # compiling a kernel takes long
+NATIVE = "native"  # prefix of the keys of tasks on a GPU
+NATIVE_LIMIT_S = 180.0  # compiling a kernel takes long
 _UNDECIDED = "the smallest case of the fault did not run in this release"
 
 
@@ -528,8 +567,8 @@ def build_table(
         device=header["device"],
         platform=header["options"]["platform"],
         ops=header["runs"],
-        cases=len(tasks),
-        cases_run=sum(results.ran(task) for task in tasks),
+        cases=sum(map(is_case, tasks)),
+        cases_run=sum(is_case(task) and results.ran(task) for task in tasks),
         seconds=seconds,
         versions=header["versions"],
         faults=results.faults(header["options"]["ops"]),
@@ -558,13 +597,15 @@ def native_tasks(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> l
 
 def _native_runs(row: Row, rules: Mapping[str, str], outcomes: Outcomes) -> dict[str, Task]:
     """Return the tasks that run a row's Case on a GPU, by release."""
+    if row.finding.horizon:
+        return {}
     wrong = [version for version in row.runs if row.is_shown(version, outcomes)]
     found = {}
     for version in dict.fromkeys([*wrong[:1], *wrong[-1:]]):
         like = row.runs[version]
         if like is not None:
-            task = run_task(row.finding, version, rules[version], like, _NATIVE)
-            found[version] = dataclasses.replace(task or like, limit_s=_NATIVE_LIMIT_S)
+            task = run_task(row.finding, version, rules[version], like, NATIVE)
+            found[version] = dataclasses.replace(task or like, limit_s=NATIVE_LIMIT_S)
     return found
 
 
@@ -645,14 +686,8 @@ class _Results:
         found = {}
         for version, task in _native_runs(row, self.header["rules"], self.outcomes).items():
             outcome = self.outcomes.get(task.key)
-            if outcome is None:
-                continue
-            is_shown = shows(task, outcome, row.is_kind)
-            others = [one for one in findings_of(task, outcome) if one.is_fault and not is_shown]
-            why = "; ".join(dict.fromkeys(f"{one.kind}: {one.diagnosis}" for one in others))
-            if is_shown is None:
-                why = why_no_verdict(outcome)
-            found[version] = NativeRun(is_confirmed=is_shown, why=why)
+            if outcome is not None:
+                found[version] = NativeRun.of(task, outcome, row.finding)
         return found
 
     def ran(self, task: Task) -> bool:

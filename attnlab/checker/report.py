@@ -11,7 +11,7 @@ from attnlab.checker.case_run import forms_of
 from attnlab.checker.coverage import OpCoverage, op_coverage
 from attnlab.checker.finding import Finding, KnownFinding, merged_findings, split_known
 from attnlab.checker.locations import Location, location_of
-from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, shrink_key
+from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, is_case, shrink_key
 from attnlab.tasks.store import Header
 from attnlab.tasks.task import DONE, Task
 
@@ -154,8 +154,8 @@ def build_report(
     return Report(
         source=library["source"],
         version=library["version"],
-        cases=len(tasks),
-        cases_run=sum(_ran(outcomes, task) for task in tasks),
+        cases=sum(map(is_case, tasks)),
+        cases_run=sum(is_case(task) and _ran(outcomes, task) for task in tasks),
         ops={op: _ran_of(tasks, outcomes, op) for op in header["options"]["ops"]},
         locations={op: Location(**place) for op, place in library["locations"].items()},
         seconds=seconds,
@@ -191,7 +191,7 @@ def _ran(outcomes: Outcomes, task: Task) -> bool:
 
 def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
     """Return the number of cases of an op that ran."""
-    return sum(_ran(outcomes, task) for task in tasks if _op(task) == op)
+    return sum(is_case(task) and _ran(outcomes, task) for task in tasks if _op(task) == op)
 
 
 def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Finding]:
@@ -204,13 +204,15 @@ def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Findin
 
 def _smallest(group: Group, outcomes: Outcomes) -> Finding:
     """Return the finding of a group at the Case that shrinking found, if there is one."""
-    finding = group.finding
-    shrunk = outcomes.get(shrink_key(group.task, finding))
+    finding = dataclasses.replace(group.own.joined(group.finding), seen=group.seen)
+    shrunk = outcomes.get(shrink_key(group.task, group.own))
     if shrunk is None or shrunk.verdict is None:
-        return dataclasses.replace(finding, seen=group.seen)
+        return finding
     small = Finding.from_verdict(shrunk.verdict["finding"])
+    if small.names and finding.names and not set(small.names) & set(finding.names):
+        return finding  # the smaller Case has another name than the group
     first = None if small.case == finding.case else finding.case
-    return dataclasses.replace(small, seen=group.seen, first=first)
+    return dataclasses.replace(small.joined(finding), seen=group.seen, first=first)
 
 
 def _reads(tasks: Sequence[Task], outcomes: Outcomes) -> dict[str, tuple[dict[str, int], set[str]]]:

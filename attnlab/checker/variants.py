@@ -343,12 +343,6 @@ def _with(name: str, reason: str, **fields: Any) -> Variant:
     return Variant({**_LENGTHS, "op_argument": name, **fields}, reason)
 
 
-def _far(name: str, reason: str) -> Variant:
-    """Return the variant that passes tensors beyond 2^31 elements, with few programs."""
-    lens = {"query_lens": (1, 2, 1), "ctx_lens": (18, 3, 5)}
-    return _with(name, reason, **lens, num_heads=4, num_queries_per_kv=2, head_size=32)
-
-
 def _masked(mask: str, reason: str, **fields: Any) -> Variant:
     """Return the variant with a mask."""
     return Variant({**_LENGTHS, "mask": mask, **fields}, reason)
@@ -414,8 +408,6 @@ ARGUMENT_VARIANTS = (
         num_splits=4,
         **_SHORT,
     ),
-    _far("int8_far_slots_per_token_head", "Slots of scale caches beyond 2^31 elements."),
-    _far("int8_far_heads_per_token_head", "Heads of scale caches beyond 2^31 elements."),
     _with(
         "int4_per_token_head", "Rotated nibbles with a scale and a zero point per token and head."
     ),
@@ -529,11 +521,6 @@ ARGUMENT_VARIANTS = (
     _with("default_scales", "The scales are not passed."),
     _with("flat_buffers", "The caches are lists of slots."),
     _with("gaps", "Every stride that a kernel uses has a gap."),
-    _far("far_rows", "Rows that are more than 2^31 elements apart, of every tensor."),
-    _far("far_dim_1", "Heads, or slots, that are more than 2^31 elements apart."),
-    _far("far_dim_2", "The third dimension of each tensor is more than 2^31 elements long."),
-    _far("far_dim_3", "The fourth dimension of each cache is more than 2^31 elements long."),
-    _far("far_dim_4", "The fifth dimension of the key cache is more than 2^31 elements long."),
     _with(
         "short_scratch",
         "Scratch memory that is too short for the split path.",
@@ -609,4 +596,14 @@ ARGUMENT_VARIANTS = (
     ),
     _with("padded_heads", "Heads of the merged outputs are padded, their log-sum-exp is not."),
     *LATE_VARIANTS,
+    Variant(
+        {**_LENGTHS, "op_argument": "fp8_query"},
+        "FP8 tokens, whose scale no argument passes.",
+        (ENCODER,),
+    ),
+    Variant(
+        {**_ROWS, "op_argument": "fp8_query", "kv_cache_dtype": "fp8"},
+        "An FP8 query in decodes alone, whose scale no argument passes.",
+        (WRAPPER,),
+    ),
 )

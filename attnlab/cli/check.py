@@ -12,7 +12,7 @@ from attnlab.case.flags import flag
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
-from attnlab.cli.command import Command, notice, notice_rules, progress, show
+from attnlab.cli.command import Command, notice, notice_rules, progress
 from attnlab.cli.sharded import (
     CHECK_CODES,
     add_ci_files,
@@ -125,17 +125,16 @@ def add_conditions(group: Any) -> None:
         type=float,
     )
     flag(group, "--seed N", "seed of the data (default: %(default)s)", type=int, default=0)
+    flag(
+        group,
+        "--no-horizon",
+        "do not ask at which sizes int32 addresses of the Triton kernels of a vLLM wrap",
+    )
 
 
 def _add_files(group: Any) -> None:
     add_known(group)
     add_ci_files(group)
-    flag(
-        group,
-        "--horizon",
-        "with --source: also print the sizes at which int32 addresses of its Triton kernels wrap on one "
-        "GPU of 288 GB (attnlab horizon has more)",
-    )
     flag(
         group,
         "--locate",
@@ -175,22 +174,7 @@ def _run(args: argparse.Namespace) -> int:
     command.share(args, report)
     page = None if interrupt() else _draw(args, report)
     print_report(report, args.json, page)
-    is_reached = args.horizon and not interrupt() and _horizon(args.source)
-    return interrupt.exit_code or (1 if is_reached else report.exit_code)
-
-
-def _horizon(source: Path) -> bool:
-    """Print the int32 horizons of a vLLM's attention ops; return whether one GPU of 288 GB reaches one."""
-    from attnlab.horizon.deployment import Deployment
-    from attnlab.horizon.survey import survey
-    from attnlab.kernels.vllm.source import find_source
-
-    vllm = find_source(source)
-    found = survey(
-        vllm.root / vllm.ops_folders[0], deployment=Deployment(name="288 GB"), is_assuming=False
-    )
-    show(found)
-    return bool(found.reached)
+    return interrupt.exit_code or report.exit_code
 
 
 def _library(args: argparse.Namespace) -> dict[str, Any]:
@@ -224,10 +208,6 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.report is not None and (args.csrc or not (args.source or args.installed)):
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
-        )
-    if args.horizon and (args.source is None or args.csrc or args.json):
-        raise InvalidCase(
-            "horizon must be given with --source, and without --csrc and --json", field="horizon"
         )
     if args.known is not None:
         read_known(args.known)
@@ -282,6 +262,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
             known=args.known,
             times=args.times,
             coverage=_is_measured(args),
+            horizon=not args.no_horizon,
             on_progress=lambda progress: on_step(
                 step_text(title, progress), progress.done, progress.total
             ),

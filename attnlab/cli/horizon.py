@@ -1,13 +1,17 @@
 """The command ``attnlab horizon``."""
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.output_file import HTML, check_output_file
+from attnlab.case.flags import flag
+from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
+
+if TYPE_CHECKING:
+    from attnlab.horizon.deployment import Deployment
+    from attnlab.horizon.survey import Survey
 
 _FLAGS = {
     "heads": "query heads",
@@ -20,66 +24,66 @@ _FLAGS = {
     "batched_tokens": "tokens of a step",
     "seqs": "sequences of a step",
     "cache_bytes": "bytes of an element of the cache",
+    "weights": "GB of the memory that the weights take",
 }
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
+        nargs="?",
         metavar="SOURCE",
-        type=Path,
         help="a Python file with kernels, a folder, a wheel, or a downloaded release of vLLM such as 0.33.0",
     )
-    parser.add_argument(
-        "--op", default="", metavar="TEXT", help="only kernels whose path:name contains this text"
-    )
-    parser.add_argument(
-        "--kernel", default="", metavar="NAME", help="only the kernel with this name"
-    )
-    parser.add_argument(
-        "--launch", type=Path, metavar="FILE", help="descriptions of launches, TOML"
-    )
-    parser.add_argument(
-        "--described", action="store_true", help="leave out kernels whose launch is not described"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="a page with the table and a plot for each kernel"
-    )
+    group = parser.add_argument_group("which kernels, and how they are launched")
+    flag(group, "--op TEXT", "only kernels whose path:name contains this text", default="")
+    flag(group, "--kernel NAME", "only the kernel with this name", default="")
+    flag(group, "--launch FILE", "descriptions of launches, TOML", type=Path)
+    flag(group, "--described", "leave out kernels whose launch is not described")
     group = parser.add_argument_group("the deployment")
-    group.add_argument(
-        "--deployment",
-        default="",
-        metavar="FILE",
-        help="a preset (--deployment list prints them) or a TOML file",
-    )
+    text = "a preset or a TOML file; list prints the presets with their sources"
+    flag(group, "--deployment FILE", text, type=str, default="")
     for name, text in _FLAGS.items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=int, dest=f"given_{name}", metavar="N", help=text
-        )
+        dest = f"given_{name}"
+        flag(group, f"--{name.replace('_', '-')} N", text, type=int, dest=dest)
+    command.add_share_flags(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.html is not None:
-        check_output_file(args.html, "html", HTML)
-
-    if args.op and args.kernel:
-        raise InvalidCase("op and kernel must not both be given", field="kernel")
-    from attnlab.horizon.deployment import PRESETS, read_deployment
-    from attnlab.kernels.vllm.source import source_path
+    from attnlab.horizon.deployment import SOURCES, read_deployment
 
     if args.deployment == "list":
-        print("\n".join(PRESETS))
+        print("\n".join(f"{name:20s}{source}" for name, source in SOURCES.items()))
         return 0
-    source = source_path(str(args.source))
+    if args.source is None:
+        raise InvalidCase("source must be given, but with --deployment list", field="source")
+    if args.op and args.kernel:
+        raise InvalidCase("op and kernel must not both be given", field="kernel")
+    command.check_share_flags(args)
+    if args.html is not None:
+        from attnlab.reports.check_pages import check_packages
+
+        check_packages()
     changes = {n: v for n in _FLAGS if (v := getattr(args, f"given_{n}")) is not None}
     deployment = read_deployment(args.deployment, changes) if args.deployment or changes else None
+    found = _survey(args, deployment)
+    if command.is_shared(args):
+        from attnlab.reports.horizon_page import margin_pictures
 
+        command.share(args, found, pictures=[] if args.html is None else margin_pictures(found))
+    put(found, args.json)
+    return found.exit_code
+
+
+def _survey(args: argparse.Namespace, deployment: "Deployment | None") -> "Survey":
     from attnlab.horizon.launch import read_launches
     from attnlab.horizon.survey import survey
+    from attnlab.kernels.vllm.source import source_path
 
+    source = source_path(args.source)
     launches = [] if args.launch is None else [*read_launches(args.launch).values()]
     with progress("running the kernels") as update:
-        found = survey(
+        return survey(
             source,
             op=f":{args.kernel}" if args.kernel else args.op,
             deployment=deployment,
@@ -87,12 +91,6 @@ def _run(args: argparse.Namespace) -> int:
             is_assuming=not args.described,
             on_step=lambda done, total: update(done=done, total=total),
         )
-    if args.html is not None:
-        from attnlab.horizon.page import write_survey
-
-        write_survey(args.html, found, shlex.join(["attnlab", "horizon", *sys.argv[2:]]))
-    put(found, args.json)
-    return found.exit_code
 
 
 COMMAND = Command(

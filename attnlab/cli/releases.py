@@ -104,6 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         case_seconds=args.case_seconds,
         seed=args.seed,
         times=args.times,
+        horizon=not args.no_horizon,
     )
     title = f"checking {len(plan.releases)} releases"
     with (
@@ -205,7 +206,7 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
 
     if not args.sources.is_dir():
         refuse("sources", "a folder that exists", str(args.sources))
-    found = _in_folder(args.sources)
+    found = sources_in(args.sources)
     if args.releases is not None:
         first, last = _ends(args.releases)
         for version in (first, last):
@@ -215,7 +216,7 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
     return {version: found[version] for version in sorted(found, key=order)}
 
 
-def _in_folder(folder: Path) -> dict[str, Path]:
+def sources_in(folder: Path) -> dict[str, Path]:
     """Return the vLLMs in a folder, by version; print what else is in it.
 
     Raises InvalidCase for an archive that is not a vLLM, a release that is there twice, and no release.

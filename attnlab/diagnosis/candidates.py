@@ -65,6 +65,7 @@ class Candidate:
     - ``shown``: how many independent numbers of the output it explains, of finite ones; of rows that are not
       finite, how many heads, if it also predicts which are finite. 0: the output fits, but shows nothing.
     - ``cases``: further cases that show it, None if none was run.
+    - ``only_decodes``: reruns show it in batches of decodes alone, of an op that computes prefills, too.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Candidate:
     linked: tuple[str, ...] = ()
     shown: int = 0
     cases: int | None = None
+    only_decodes: bool = False
     defect: Defect = dataclasses.field(repr=False, compare=False)
 
     @property

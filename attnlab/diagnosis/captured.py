@@ -347,13 +347,17 @@ def diagnose_captured(
     that is no attention, has arguments without a reference, or has no output.
     """
     check_diagnosable(call, writes=True, unknown=True)
-    if call.origin.backend == STOCK_BFLOAT16 and output is None:
-        raise InvalidCall(
-            f"not decided: {STOCK_BFLOAT16}, which takes the bits of these numbers for integers, so the "
-            "output says nothing about the kernel; attnlab computes bfloat16 if it runs the kernel: "
-            "attnlab check FILE.py:FUNCTION"
-        )
     ran = where_it_ran(call, case, given)
+    if call.origin.backend == STOCK_BFLOAT16 and output is None:
+        if runner is None:
+            return Diagnosis(status="not decided", rejection=_OF_STOCK)
+        runner = for_call(call, runner)
+        output = run_call(call.cpu(), runner, ran.case)
+        own = dataclasses.replace(call, origin=dataclasses.replace(call.origin, backend=None))
+        found = diagnose_captured(
+            own, case, given=given, output=output, runner=runner, limit=limit, on_step=on_step
+        )
+        return _with_unknown(found, f"the recorded output: {STOCK_BFLOAT16}; this is attnlab's own")
     if call.rejection and output is None:
         return Diagnosis(
             status="rejected",
@@ -383,6 +387,10 @@ def diagnose_captured(
     return _with_runner(call, where, runner, found, limit, on_step)
 
 
+_OF_STOCK = (
+    f"{STOCK_BFLOAT16}, which takes the bits of these numbers for integers, so the output says nothing about "
+    "the kernel; attnlab computes bfloat16 if it runs the kernel: give --kernel FILE.py:FUNCTION"
+)
 NO_RUNNER = (
     "what runs of the kernel would show: no kernel is given, so there are no reruns, no varied calls, no "
     "X-ray and no source lines"

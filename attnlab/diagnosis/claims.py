@@ -60,17 +60,25 @@ class ConfirmedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakClaim:
-    """The statement that finite numbers in unwritten slots make every output right.
+    """The statement that every wrong row depends on slots without a token.
 
-    ``cases``: the number of further cases in which NaN in these slots gives a wrong output.
+    - ``cases``: the number of further cases with wrong rows.
+    - ``only_nan``: with finite numbers in these slots, every output is right. Otherwise every wrong row
+      changes with these numbers, too.
     """
 
     cases: int
+    only_nan: bool = True
 
     @property
     def text(self) -> str:
         """Return the claim in words."""
         plural = "case" if self.cases == 1 else "cases"
+        if not self.only_nan:
+            return (
+                "slots that hold no token count: each wrong row changes with the numbers in them (confirmed "
+                f"on {self.cases} further {plural})"
+            )
         return (
             "slots that hold no token are read and multiplied by weight 0, so that only NaN in them reaches "
             f"the output: with finite numbers there, every output is right (confirmed on {self.cases} "
@@ -344,6 +352,7 @@ def _cases(count: int) -> str:
 # PatternClaim: what a pattern says about other cases, so that running one can contradict it.
 
 _SCALE = "the output of another softmax scale: "
+_NAN = "all elements are NaN"
 # What several facts have in common: the kinds of facts, and the statement.
 _MULTIPLES = "multiples of the correct output: only the sum of the weights is wrong"
 _ADDED = "the correct output and one number that is added to all elements of a head"
@@ -374,11 +383,16 @@ class PatternClaim:
 
     @property
     def is_rule(self) -> bool:
-        """Answer whether the claim excludes anything: some places, or some values."""
-        if self.values:
+        """Answer whether the claim excludes anything: some places, or some values.
+
+        NaN alone is no rule: anything that is wrong may end in it.
+        """
+        if self.values - {_NAN}:
             return True
         if not self.sequences or not self.rows:
             return False
+        if self.values:
+            return True
         is_everywhere = self.sequences[0] == EVERY and self.rows[0] == ALL and self.all_heads
         return not is_everywhere or self.elements is not None
 

@@ -42,6 +42,7 @@ def with_second_cases(
     A cause must be shown by a further case, if one runs; else it is only one of the explanations.
     """
     has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
+    of_decodes = Counter[str]()
     for other in (*cases_of(case), with_other_numbers(case)):
         left = [one for one in diagnosis.explanations if one.name not in _SHOWN_BY_RERUNS]
         has_same_lengths = other is None or other.lengths == case.lengths
@@ -58,14 +59,17 @@ def with_second_cases(
         if has_prefill and only_decodes and not examine(lab, known, output, ()).diagnosis.is_wrong:
             continue
         found = {one.name: _verdict(lab, known, output, one) for one in left}
-        cases.update(name for name, verdict in found.items() if verdict == SHOWN)
+        shown = [name for name, verdict in found.items() if verdict == SHOWN]
+        cases.update(shown)
+        of_decodes.update(shown if only_decodes else ())
         diagnosis = withdraw(
             diagnosis,
             lambda one, found=found: found.get(one.name) == REFUTED,  # type: ignore[misc]
             "excluded by rerun",
             f"{{names}} does not explain a second run with {_changes_text(case, other)}",
         )
-    return _with_cases(diagnosis, cases)
+    is_of_decodes = case.spec.prefill and not has_prefill
+    return _with_cases(diagnosis, cases, of_decodes if is_of_decodes else None)
 
 
 def with_leaks(other: Case, case: Case) -> Case:
@@ -76,13 +80,20 @@ def with_leaks(other: Case, case: Case) -> Case:
     return other.replace(empty_slots="nan", freed=case.freed)
 
 
-def _with_cases(diagnosis: Diagnosis, cases: Counter[str]) -> Diagnosis:
+def _with_cases(
+    diagnosis: Diagnosis, cases: Counter[str], of_decodes: Counter[str] | None
+) -> Diagnosis:
     """Return the diagnosis with how many further cases show each explanation; what reruns of the first
-    case show needs none. The cause is selected again."""
+    case show needs none. The cause is selected again.
+
+    ``of_decodes``: how many of these cases are decodes alone, if the first one is.
+    """
     shown = {*_SHOWN_BY_RERUNS, *(NEVER_WRITTEN for _ in diagnosis.unwritten[:1])}
     shown |= {name for name, kind in SLOTS_OF.items() if kind in diagnosis.slot_kinds}
 
     def counted(one: Candidate) -> Candidate:
+        if of_decodes is not None and of_decodes[one.name] == cases[one.name]:
+            one = dataclasses.replace(one, only_decodes=True)
         if one.name in shown:
             return dataclasses.replace(one, shown=max(1, one.shown))
         return dataclasses.replace(one, cases=cases[one.name])
@@ -140,7 +151,7 @@ def _changes_text(case: Case, other: Case) -> str:
 
 # Features without which an output is right: what is stated of a fault if nothing else describes it.
 
-_LEAST_CASES, _MOST_CASES = 5, 10  # with wrong outputs that are right without a feature
+_LEAST_CASES, _MOST_CASES = 8, 10  # with wrong outputs that are right without a feature
 _MOST_S = 20.0  # processor time
 _PLAIN_CACHE = {"kv_cache_dtype": "auto", "cache_format": None, "k_scale": 1.0, "v_scale": 1.0}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +48,7 @@ from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun, keeping
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
+from attnlab.kernels.triton.run_log import limiting_reruns
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
@@ -54,6 +56,8 @@ from attnlab.tensors.comparison import same_numbers
 from attnlab.tensors.quantised import output_numbers
 
 _MOST_ANNOUNCED = 120  # characters of a conclusion that is announced
+# Processor time of a further run of a kernel, at least, and in units of that of the first run.
+_LEAST_RERUN_S, _RERUN_SLACK = 20.0, 20.0
 
 
 def diagnose(
@@ -93,8 +97,10 @@ def diagnose(
     defects = tuple(defects)
     lab = lab or Lab()
     ran, kernel = None, None if rerun is None else Kernel(run=repeated(rerun))
+    started, rerun_s = time.process_time(), math.inf
     if output is None:
         ran = lab.run(case)
+        rerun_s = max(_LEAST_RERUN_S, _RERUN_SLACK * (time.process_time() - started))
         if ran.status == "rejected":
             return _rejected(lab, case, str(ran.error))
         output, kernel = ran.output, kernel or kernel_of(lab, case)
@@ -104,6 +110,7 @@ def diagnose(
     diagnosis = examination.diagnosis
     with (
         controlled() as control,
+        limiting_reruns(rerun_s),
         keeping(own.backend(case).fixed_fields),
         announcing(own) as announce,
     ):

@@ -121,7 +121,7 @@ class Diagnosis(Shown):
       "ambiguous" (several defects do, and the output does not decide between them); "described" (no
       defect does, but rules of the pattern reproduce the wrong rows); "unexplained"; "rejected" (the
       kernel raised ``rejection``); or "not decided" (the call has arguments that attnlab does not know,
-      ``undecided_by``; ``wrong_rows`` then differ from attention without these).
+      ``undecided_by``; ``wrong_rows`` then differ from attention without these; or ``rejection`` says why).
     - ``pattern``: what the error looks like, before any defect is considered.
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
@@ -226,7 +226,8 @@ class Diagnosis(Shown):
         First the conclusion with its source line, then the evidence for it, then the wrong places; what is
         unknown comes last. Withdrawn names and lines that no rerun confirmed are in :meth:`to_dict` alone.
         """
-        return [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
+        found = [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
+        return [*dict.fromkeys(found)]  # a pattern may be the conclusion, too
 
     def _undecided_sentences(self) -> list[str]:
         """Return what holds whatever the unknown arguments mean."""
@@ -244,6 +245,8 @@ class Diagnosis(Shown):
     def _known_sentences(self) -> list[str]:
         if self.undecided_by:
             return self._undecided_sentences()
+        if self.status == "not decided":
+            return [f"not decided: {self.rejection}"]
         if not self.is_wrong:
             return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
@@ -396,7 +399,8 @@ class Diagnosis(Shown):
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
         where = "" if self.cause.scope.rows == "all" else f" in {self.cause.scope.text}"
-        return f"{self.cause.name}{where}: {self.cause.text}{same}"
+        ran = " (in batches of decodes)" if self.cause.only_decodes else ""
+        return f"{self.cause.name}{where}: {self.cause.text}{ran}{same}"
 
     def _bad_lines_text(self) -> str:
         """Return which lines have a bad access or an overflow wherever a further output is wrong."""

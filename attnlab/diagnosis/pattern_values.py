@@ -225,8 +225,8 @@ def _rounded_to_shorter_format(cells: Cells, dtype: torch.dtype) -> list[Fact]:
         return []
     for name in _SHORT_FORMATS:
         short = getattr(torch, name)
-        if short.itemsize > dtype.itemsize or short == dtype:
-            continue
+        if short.itemsize > dtype.itemsize or torch.finfo(short).eps <= torch.finfo(dtype).eps:
+            continue  # a longer fraction holds all numbers of the dtype that are in its range
         if bool((numbers.to(short).double() == numbers).all()) and len(numbers.unique()) > 8:
             what = (
                 f"the wrong numbers are all {name} numbers, although the output is {str(dtype)[6:]}"

@@ -47,7 +47,7 @@ from attnlab.diagnosis.reruns import (
     with_known_contents,
 )
 from attnlab.diagnosis.rules.search import find_rule
-from attnlab.kernels.control import Control
+from attnlab.kernels.control import Control, rows_agree
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.conclude import most_runs, xray
@@ -288,14 +288,31 @@ def claim_of_examination(found: Examination, case: Case) -> PatternClaim | None:
 # Compare a Case and further ones with finite numbers and with NaN in their unwritten slots.
 
 
-def confirmed_leak(lab: Lab, case: Case, rerun: Rerun) -> LeakClaim | None:
+def confirmed_leak(lab: Lab, case: Case, rerun: Rerun, *, only_nan: bool) -> LeakClaim | None:
     """Return the claim if it holds for the Case and for all further cases, else None."""
-    if leak_of(lab, case, rerun) is not True:
+    holds = leak_of if only_nan else counts_slots
+    if holds(lab, case, rerun) is not True:
         return None
-    found = [leak_of(lab, with_leaks(other, case), rerun) for other in further_cases(case)]
+    found = [holds(lab, with_leaks(other, case), rerun) for other in further_cases(case)]
     if False in found or True not in found:
         return None
-    return LeakClaim(cases=found.count(True))
+    return LeakClaim(cases=found.count(True), only_nan=only_nan)
+
+
+def counts_slots(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
+    """Answer whether every row that is wrong with finite numbers in unwritten slots changes with them.
+
+    None if the output is right, or if the kernel rejects the Case.
+    """
+    finite, zeros = (case.replace(empty_slots=fill) for fill in ("garbage", "zeros"))
+    try:
+        output = rerun(finite)
+        is_wrong = examine(lab, finite, output, (), Pattern()).evidence.locations.is_wrong.any(1)
+        if not bool(is_wrong.any()):
+            return None
+        return not bool((is_wrong & rows_agree(output, rerun(zeros))).any())
+    except AttnLabError:
+        return None
 
 
 def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
@@ -388,8 +405,9 @@ def with_reruns(
     diagnosis = _with_weights(lab, case, kernel, _with_xray(case, kernel, diagnosis, seconds))
     if diagnosis.explanations or diagnosis.weights is not None:
         return diagnosis
-    if len(dependence.on_slots) and not len(dependence.on_finite_slots):
-        leak = confirmed_leak(lab, case, kernel.run)
+    if len(dependence.on_slots):
+        only_nan = not len(dependence.on_finite_slots)
+        leak = confirmed_leak(lab, case, kernel.run, only_nan=only_nan)
         if leak is not None:
             return dataclasses.replace(diagnosis, status="described", leak=leak)
     claim = confirmed_claim(lab, case, first, kernel.run)

@@ -18,7 +18,7 @@ _MEMORY = ("load", "store", "make_block_ptr", "advance", "make_tensor_descriptor
 _POINTER = re.compile(r"(_ptrs?|Ptr|_pointer)$|^(ptr|p)_")
 _FLOAT = re.compile(
     r"scale|eps|soft_?cap|logit_cap|alpha|theta|slope|temperature|threshold|_(min|max|clamp)_val|dt_m|sm_|inv_|rcp|"
-    r"factor|momentum|prob|fp8_m|limit|weight_decay|penalty|^lr$|^p$",
+    r"factor|momentum|prob|fp8_m|limit|weight_decay|penalty|^lr$|(?-i:^p$)",
     re.IGNORECASE,
 )
 _FLOAT_CONSTANT = re.compile(
@@ -62,9 +62,11 @@ _WHOLE = 1 << 44  # elements of a tensor: as many as addresses allow
 
 
 def assumed_launches(kernel: Kernel) -> Iterator[Launch]:
-    """Yield launches of a kernel, the likeliest first: flags off or on, and three kinds of data."""
+    """Yield launches of a kernel, the likeliest first: flags off or on, and four kinds of data."""
     text = _Text.of(kernel.file, kernel.name)
-    for dtype, is_on in ((d, f) for d in ("bfloat16", "int32", "uint8") for f in (False, True)):
+    for dtype, is_on in (
+        (d, f) for d in ("bfloat16", "int32", "uint8", "float32") for f in (False, True)
+    ):
         arguments: dict[str, Any] = {}
         sizes: dict[str, int] = {f"programs_{axis}": 4 for axis in range(3)}
         sweep = [f"programs_{axis}" for axis in sorted(text.axes)]
@@ -78,7 +80,7 @@ def assumed_launches(kernel: Kernel) -> Iterator[Launch]:
                 arguments[name] = _tensor(name, text, sizes, sweep, dtype)
             elif default is not _NONE and not isinstance(default, int):
                 arguments[name] = "none" if default is None else default
-            elif _FLOAT.search(name):
+            elif _FLOAT.search(name) and "stride" not in name.lower():
                 arguments[name] = 0.5
             elif name in text.bounds:
                 arguments[name] = (1 << 31) - 1
@@ -139,7 +141,7 @@ def _constant(name: str, default: Any, text: "_Text") -> Any:
         )
     if name in text.strings:
         return f"'{text.strings[name]}'"
-    if re.search("precision", name, re.IGNORECASE):
+    if re.search("precision", name, re.IGNORECASE) and name not in text.bounds:
         return "'ieee'"
     if _DTYPE.search(name):
         return "tl.float32"

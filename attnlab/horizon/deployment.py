@@ -1,7 +1,4 @@
-"""A deployment: what a model and its server let grow, and how far.
-
-Facts of models are those of the config.json that their makers publish on Hugging Face; recorded 2026-11-25.
-"""
+"""A deployment: what a model and its server let grow, and how far."""
 
 import dataclasses
 import tomllib
@@ -21,7 +18,8 @@ class Deployment:
 
     - ``head_size``: of a key; with multi-head latent attention that of the latent vector, and ``kv_heads`` 1.
     - ``max_context``, ``batched_tokens``: tokens of a sequence and of a step; ``seqs``: sequences of a step.
-    - ``gpu_memory``: GB (10^9 bytes). All of it may hold the cache: the number of blocks is an upper limit.
+    - ``gpu_memory``: GB (10^9 bytes); ``weights``: GB of it that weights take. All of the rest may hold the
+      cache: the number of blocks is an upper limit.
     - ``cache_bytes``: bytes of an element of the cache; ``block_size``: tokens of a block.
     """
 
@@ -36,14 +34,21 @@ class Deployment:
     batched_tokens: int = 8192
     seqs: int = 1024
     cache_bytes: int = 2
+    weights: int = 0
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self)[1:]:
             value = getattr(self, one.name)
-            if type(value) is not int or value < 1:
+            least = 0 if one.name == "weights" else 1
+            if type(value) is not int or value < least:
                 raise InvalidCase(
-                    f"{one.name} must be a positive int, got {value!r}", field=one.name
+                    f"{one.name} must be an int of at least {least}, got {value!r}", field=one.name
                 )
+        if self.weights >= self.gpu_memory:
+            raise InvalidCase(
+                f"weights must be less than gpu_memory {self.gpu_memory}, got {self.weights}",
+                field="weights",
+            )
         if self.heads % self.kv_heads:
             raise InvalidCase(
                 f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}",
@@ -62,8 +67,8 @@ class Deployment:
         return tensors * self.kv_heads * self.head_size * self.cache_bytes * self.layers
 
     def cache_tokens(self, gpu_memory: int | None = None) -> int:
-        """Return how many tokens the cache has if it takes all of the memory, in GB."""
-        return (gpu_memory or self.gpu_memory) * 10**9 // self.token_bytes
+        """Return how many tokens the cache has if it takes all of the memory, in GB, but the weights."""
+        return max(0, (gpu_memory or self.gpu_memory) - self.weights) * 10**9 // self.token_bytes
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -95,25 +100,36 @@ class Deployment:
         return max(1, int(context * per_token[size])) if size in per_token else None
 
 
+# Facts of models, and where they were read (2026-11-25): the project, its commit, and the file.
+_LITGPT = "Lightning-AI/litgpt@26857050, litgpt/config.py"
+_MAXTEXT = "AI-Hypercomputer/maxtext, MaxText/configs/models/"
 _FIELDS = ("heads", "kv_heads", "head_size", "layers", "max_context")
-_MODELS = {
-    "Llama-3.1-8B": (32, 8, 128, 32, 131072),
-    "Llama-3.1-70B": (64, 8, 128, 80, 131072),
-    "Llama-3.1-405B": (128, 8, 128, 126, 131072),
-    "Qwen3-8B": (32, 8, 128, 36, 40960),
-    "Qwen3-32B": (64, 8, 128, 64, 40960),
-    "Qwen3-235B-A22B": (64, 4, 128, 94, 40960),
-    "Mistral-7B-v0.3": (32, 8, 128, 32, 32768),
-    "Mixtral-8x22B-v0.1": (48, 8, 128, 56, 65536),
-    "DeepSeek-V3": (128, 1, 576, 61, 163840),
-    "gpt-oss-120b": (64, 8, 64, 36, 131072),
-    "gemma-2-27b": (32, 16, 128, 46, 8192),
-    "phi-4": (40, 10, 128, 40, 16384),
+_MODELS: dict[str, tuple[tuple[int, ...], str]] = {
+    "Llama-3.1-8B": ((32, 8, 128, 32, 131072), _LITGPT),
+    "Llama-3.1-70B": ((64, 8, 128, 80, 131072), _LITGPT),
+    "Llama-3.1-405B": ((128, 8, 128, 126, 131072), _LITGPT),
+    "Qwen3-8B": ((32, 8, 128, 36, 40960), _LITGPT),
+    "Qwen3-32B": ((64, 8, 128, 64, 40960), _LITGPT),
+    "Qwen3-235B-A22B": ((64, 4, 128, 94, 40960), _LITGPT),
+    "Mistral-7B-v0.3": ((32, 8, 128, 32, 32768), _LITGPT),
+    "Mixtral-8x22B-v0.1": ((48, 8, 128, 56, 65536), _LITGPT),
+    "DeepSeek-V3": (
+        (128, 1, 576, 61, 163840),
+        f"{_MAXTEXT}deepseek3-671b.yml; max_context in src/{_MAXTEXT[26:]}deepseek3-671b.yml",
+    ),
+    "DeepSeek-V2-Lite": ((16, 1, 576, 27, 163840), f"{_MAXTEXT}deepseek2-16b.yml"),
+    "gpt-oss-120b": ((64, 8, 64, 36, 131072), "openai/gpt-oss@0568dfc9, gpt_oss/torch/model.py"),
+    "phi-4": ((40, 10, 128, 40, 16384), _LITGPT),
 }
+# GB of weights in 16 bits, rounded up: parameters counted from the same files.
+_WEIGHTS = {"Llama-3.1-8B": 17, "DeepSeek-V2-Lite": 32}
 PRESETS: Mapping[str, Deployment] = {
-    name: Deployment(name=name, **dict(zip(_FIELDS, facts, strict=True)))
-    for name, facts in _MODELS.items()
+    name: Deployment(
+        name=name, weights=_WEIGHTS.get(name, 0), **dict(zip(_FIELDS, facts, strict=True))
+    )
+    for name, (facts, _) in _MODELS.items()
 }
+SOURCES: Mapping[str, str] = {name: source for name, (_, source) in _MODELS.items()}
 
 
 def read_deployment(text: str, changes: Mapping[str, Any]) -> Deployment:

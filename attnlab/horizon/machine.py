@@ -31,7 +31,7 @@ from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.run_log import Budget, Memory, RunLog, TooLong
 
 LIMIT = 1 << 31  # the first value that an int32 does not have
-_FIRST, _APART = 1 << 52, 1 << 46  # addresses of tensors: 64 TiB apart
+_FIRST, _APART = 1 << 52, 1 << 52  # addresses of tensors: 4 PiB apart
 _MOST_OPERATIONS = 60_000  # of a run
 _MOST_ITERATIONS = 96  # of a while loop
 _BITS = {
@@ -187,6 +187,30 @@ def _reason(error: BaseException, files: Sequence[str]) -> str:
         if line
         else f"{type(error).__name__}: {text}"
     )
+
+
+class _Results(list):  # type: ignore[type-arg]
+    """The results of an operation that may have several, as Triton's builder returns them."""
+
+    def get_result(self, index: int) -> Any:
+        """Return one of them."""
+        return self[index]
+
+
+class Libdevice:
+    """A library of functions on numbers: each returns its first argument, and none that is an integer."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
+
+    @staticmethod
+    def _call(name: str, *values: Any, **named: Any) -> Any:
+        found = next(iter([*values, *named.values()]))
+        if not found.dtype.is_floating():
+            raise Unavailable(f"libdevice.{name} of integers is not known here")
+        return found
 
 
 class _While:
@@ -396,6 +420,8 @@ class _Watch:
         }.items():
             if hasattr(tl, name) or name == "advance":
                 _set(scope, tl, name, function)
+        for name, value in _OF_CUDA.items():
+            _set(scope, tl.extra.cuda, name, value)
 
     def _wide(self, number: Any) -> Any:
         number = getattr(number, "value", number)
@@ -438,6 +464,9 @@ class _Watch:
             scope.set_attr(builder, name, self._watched(getattr(builder, name), op))
         scope.set_attr(builder, "create_int_cast", self._cast(builder.create_int_cast))
         scope.set_attr(builder, "create_extern_elementwise", self._unknown)
+        scope.set_attr(
+            builder, "create_dot", lambda builder, a, b, c, *rest: c
+        )  # no address uses it
         scope.set_attr(builder, "create_inline_asm", self._assembly)
         scope.set_attr(builder, "create_masked_load", self._load)
         scope.set_attr(builder, "create_masked_store", self._store)
@@ -458,8 +487,9 @@ class _Watch:
         self, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
     ) -> Any:
         kinds = types if isinstance(types, list | tuple) else [types]
-        found = [self._unknown("", "", "inline assembly", values, one, is_pure) for one in kinds]
-        return found if len(found) > 1 else found[0]
+        return _Results(
+            [self._unknown("", "", "inline assembly", values, one, is_pure) for one in kinds]
+        )
 
     # Integers
 
@@ -674,6 +704,9 @@ def _flat(values: Any) -> Iterator[Any]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a function of the language that has no effect here."""
+
+
+_OF_CUDA = {"libdevice": Libdevice(), "gdc_wait": _nothing, "gdc_launch_dependents": _nothing}
 
 
 def _set(scope: Any, target: Any, name: str, value: Any) -> None:

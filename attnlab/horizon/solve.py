@@ -15,6 +15,7 @@ from attnlab.horizon.launch import Launch, programs
 from attnlab.horizon.machine import LIMIT, Access, Observation, Runner, Site, running
 
 _MOST = LIMIT - 1
+_EXTREME = LIMIT // 2
 _BUDGET_S = 12.0  # processor time per kernel
 _TRIES = 18  # sizes tried after a wrap, each twice as far, for an access that it makes wrong
 
@@ -25,7 +26,7 @@ class Statement:
 
     - ``wraps_at``: the smallest value at which the expression has a value that int32 does not have.
     - ``wrong_at``: the smallest value at which that makes an access wrong, or None; ``access``: the first.
-    - Each was seen in a run, and not in the run with one less.
+    - Each was seen in a run, and not in the run with one less; without both runs there is no statement.
     """
 
     kernel: str
@@ -35,6 +36,11 @@ class Statement:
     wraps_at: int
     wrong_at: int | None
     access: Access | None
+
+    @property
+    def is_extreme(self) -> bool:
+        """Answer whether the size itself nearly fills an int32, as in ``position + 1`` at 2^31 - 1."""
+        return self.wrong_at is not None and self.wrong_at >= _EXTREME
 
     @property
     def effect(self) -> str:
@@ -67,6 +73,11 @@ class KernelHorizon:
     why: str = ""
     runs: int = 0
     live: int = 0
+
+    @property
+    def is_described(self) -> bool:
+        """Answer whether it ran with a launch that a table describes."""
+        return self.launch is not None and not self.launch.is_assumed
 
 
 class Search:
@@ -185,8 +196,7 @@ class Search:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if at(middle) else (middle, high)
-        below = self.at(size, low) if low else None
-        return high if low == 0 or below is not None else None
+        return high if low and self.at(size, low) is not None else None
 
 
 def _hit(seen: Observation, site: Site) -> Access | None:

@@ -11,19 +11,21 @@ import hashlib
 import importlib
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.horizon.machine import Libdevice
 from attnlab.kernels.cache_folder import private_folder, writing
 from attnlab.kernels.triton.interpreter import interpreted_triton
 
 _JIT = re.compile(r"\bjit\b")
 _GLUON = re.compile(r"\bgluon\b")
 _HAS_KERNEL = re.compile(rb"^\s*@.*\bjit\b", re.MULTILINE)
+_LIBDEVICE = ("libdevice", "tldevice")  # Triton's name, and that of vllm.triton_utils
 _REAL = ("triton", "torch", "math", "typing", "functools", "enum", "dataclasses", "collections")
 
 
@@ -233,6 +235,9 @@ class KernelFile:
             module = alias.name if alias.asname else name
             return _triton_or(module)
         module = statement.module or ""
+        if alias.name in _LIBDEVICE or module.endswith(".libdevice"):
+            library = Libdevice()
+            return library if alias.name in _LIBDEVICE else getattr(library, alias.name)
         if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
             return _triton_or("triton" if alias.name == "triton" else "triton.language")
         file = _module_file(self.path, self.root, module, statement.level)
@@ -379,9 +384,14 @@ def kernel_files(source: Path) -> tuple[Path, list[Path]]:
     return (_root_of(found[0]) if found else source), found
 
 
-def load_kernels(source: Path) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
-    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason."""
-    root, paths = kernel_files(source)
+def load_kernels(
+    source: Path, only: Sequence[Path] | None = None
+) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
+    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason.
+
+    ``only``: the files of the folder ``source``, which contains the package, to take kernels from.
+    """
+    root, paths = kernel_files(source) if only is None else (source, list(only))
     files: dict[Path, KernelFile] = {}
     broken: dict[str, str] = {}
     for path in paths:

@@ -1,7 +1,7 @@
 """The horizon of every kernel of a source, and what it means for a deployment."""
 
+import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,11 +18,9 @@ from attnlab.horizon.launch import Launch, evaluate, read_launches
 from attnlab.horizon.solve import KernelHorizon, Statement, kernel_horizon
 from attnlab.horizon.source import Kernel, load_kernels
 from attnlab.kernels.triton.interpreter import cores
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Sheet, Words
 
 LAUNCHES = Path(__file__).parent / "launches.toml"
 _Task = tuple[Kernel, list[Launch], bool]  # the launches are assumed if the last is true
-_MOST_SIZES = 6  # in a row of the sheet
 _ALONE = 8  # kernels that one process does alone
 
 
@@ -57,6 +55,11 @@ class Row:
         return float(max(value / self.limits[name] for name, value in needed.items()))
 
     @property
+    def is_described(self) -> bool:
+        """Answer whether the kernel ran with a launch that a table describes."""
+        return self.kernel.is_described
+
+    @property
     def is_reached(self) -> bool:
         """Answer whether the deployment reaches the horizon."""
         return self.margin is not None and self.margin <= 1
@@ -77,12 +80,15 @@ class Survey(Shown):
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Return the statements whose access is wrong, one for each access and size, the nearest first."""
+        """Return the statements whose access is wrong, one for each access and size, the nearest first.
+
+        Those with a size from 2^30 on, which nearly fills an int32 itself, are in the JSON only.
+        """
         found: dict[tuple[Any, ...], list[Row]] = {}
         limits = {} if self.deployment is None else self.deployment.limits
         for kernel in self.kernels:
             for one in kernel.statements:
-                if one.access is None or kernel.launch is None:
+                if one.access is None or one.is_extreme or kernel.launch is None:
                     continue
                 key = (
                     kernel.file,
@@ -132,40 +138,6 @@ class Survey(Shown):
             "processor_s": round(self.seconds, 1),
             "exit_code": self.exit_code,
         }
-
-    def sheet(self) -> Sheet:
-        """Return the horizons of described launches, those of assumed ones, and what did not run."""
-        described = [row for row in self.rows if _is_described(row.kernel)]
-        assumed = [row for row in self.rows if not _is_described(row.kernel)]
-        ran = len(self.kernels) - len(self.not_run)
-        summary = f"{ran} of {len(self.kernels)} kernels ran, {len(self.rows)} horizons"
-        if self.deployment is not None:
-            summary += f", {len(self.reached)} reached by {self.deployment.name}"
-        missing = [[f"{k.file}:{k.line}", k.kernel, k.why] for k in self.not_run]
-        missing += [[file, "", why] for file, why in self.broken.items()]
-        part: Part | None = None
-        if described:
-            part = _grid("launches as the library makes them", described, self.deployment)
-        elif any(_is_described(one) for one in self.kernels):
-            text = "launches as the library makes them: no access uses a wrapped value"
-            part = Lines([Words(text, "good")])
-        return Sheet.of(
-            "Horizon",
-            summary,
-            Facts(_facts(self)),
-            part,
-            _grid("launches that attnlab assumes", assumed, None) if assumed else None,
-            Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8)
-            if missing
-            else None,
-            tone="bad" if self.reached else "warn" if self.exit_code else "good",
-            name="Survey",
-        )
-
-
-def _is_described(one: KernelHorizon) -> bool:
-    """Answer whether a kernel ran with a launch that a table describes."""
-    return one.launch is not None and not one.launch.is_assumed
 
 
 def _nearest(rows: list[Row]) -> Row:
@@ -217,6 +189,8 @@ def survey(
     deployment: Deployment | None = None,
     launches: Sequence[Launch] = (),
     is_assuming: bool = True,
+    files: Sequence[Path] | None = None,
+    sizes: Sequence[str] | None = None,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
     """Return the horizons of the kernels of a source.
@@ -224,12 +198,14 @@ def survey(
     - ``op``: part of the path or of the name of the kernels to run; "" for all.
     - ``launches``: descriptions that are tried before attnlab's own.
     - ``is_assuming``: whether kernels without a description are run with a launch that attnlab guesses.
+    - ``files``: those of the folder ``source`` whose kernels are asked for, None for all.
+    - ``sizes``: those whose horizon is asked for, if no other size is limited by their product; None for all.
 
     Raises InvalidCase for a source without such a kernel, and if ``op`` names kernels that the deployment
     does not fit.
     """
     begin = time.process_time()
-    kernels, files, broken = load_kernels(source)
+    kernels, loaded, broken = load_kernels(source, files)
     kernels = [one for one in kernels if op in f"{one.shown}:{one.name}"]
     if not kernels:
         raise InvalidCase(
@@ -242,20 +218,26 @@ def survey(
         own = [launch for launch in described if launch.suits(one.shown, one.name)]
         for launch in own:
             try:
-                sizes = {} if deployment is None else deployment.sizes
-                tasks.append((one, [launch.at(sizes)], False))
+                at = launch.at({} if deployment is None else deployment.sizes)
+                asked = tuple(n for n in at.sweep if sizes is None or _is_asked(n, at, sizes))
+                tasks.append((one, [dataclasses.replace(at, sweep=asked)], False))
             except InvalidCase as error:  # the library takes another kernel for this deployment
                 refused.append(error)
         if not own and is_assuming:
             tasks.append((one, [], True))
     if refused and not tasks:
         raise refused[0]
-    paths = [str(path) for path in files]
+    paths = [str(path) for path in loaded]
     found, seconds = _run(tasks, paths, on_step)
     seconds += time.process_time() - begin
     return Survey(
         source=str(source), kernels=found, deployment=deployment, broken=broken, seconds=seconds
     )
+
+
+def _is_asked(size: str, launch: Launch, sizes: Sequence[str]) -> bool:
+    factors = [n for n, text in launch.within.items() if n != size and size in text]
+    return size in sizes and not factors
 
 
 def _run(
@@ -296,47 +278,3 @@ def _counted(tasks: Sequence[Any], on_step: Callable[[int, int], None]) -> Itera
     for i, task in enumerate(tasks):
         yield task
         on_step(i + 1, len(tasks))
-
-
-# The sheet.
-
-
-def _facts(one: Survey) -> list[tuple[str, str]]:
-    facts = [("source", one.source), ("processor time", f"{one.seconds:.0f} s")]
-    if one.deployment is not None:
-        limits = ", ".join(f"{name} {value:,}" for name, value in one.deployment.limits.items())
-        facts.append(("deployment", f"{one.deployment.name}: {limits}"))
-    proof = "each size was run, and the size before it; others are as in the column 'with'"
-    return [*facts, ("proof", proof)]
-
-
-def _grid(title: str, rows: list[Row], deployment: Deployment | None) -> Grid:
-    columns = ["kernel, line", "expression", "wrong from", "with", "effect"]
-    cells: list[list[Any]] = []
-    for row in rows:
-        one = row.statement
-        begin = f"{one.size} {one.wrong_at:,}"
-        if one.wraps_at != one.wrong_at:
-            begin += f" (wraps, but masked, from {one.wraps_at:,})"
-        named = one.sizes
-        if deployment is None and len(named) > _MOST_SIZES:
-            named = {n: v for n, v in named.items() if re.search(rf"\b{n}\b", one.site.text)}
-        others = (
-            ", ".join(f"{name} {value:,}" for name, value in named.items())
-            or "--json has the others"
-        )
-        more = f" and {row.also} more" if row.also else ""
-        name = f"{row.kernel.kernel} {one.site.place}"
-        cells.append([name, Words(one.site.text + more, code=True), begin, others, one.effect])
-        if deployment is not None:
-            cells[-1].append(_verdict(row))
-    if deployment is not None:
-        columns.append("reached")
-    return Grid(columns, cells, title=title, most=20)
-
-
-def _verdict(row: Row) -> Words:
-    if row.margin is None:
-        return Words("size not in the deployment", "quiet")
-    text = f"{'yes' if row.is_reached else 'no'}: {row.margin:.2g} times {row.limits[row.statement.size]:,}"
-    return Words(text, "bad" if row.is_reached else "good")

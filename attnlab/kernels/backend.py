@@ -204,9 +204,6 @@ class Backend(ABC):
         if case.mask not in self.masks:
             refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
 
-    def prepare(self, cases: Sequence[Case]) -> None:  # noqa: B027
-        """Do what makes later runs of the Cases on this machine faster, such as compiling their kernels."""
-
     def check_features(self, case: Case) -> None:  # noqa: B027
         """Raise InvalidCase for a feature of the Case that the op of these kernels lacks.
 
@@ -225,9 +222,9 @@ class Backend(ABC):
         """Return what an op of these kernels lacks, one line for each missing name."""
         return []
 
-    def missing_scales(self, case: Case) -> tuple[str, ...]:
-        """Return the scales of a Case's FP8 cache for which the op has no argument."""
-        return ()
+    def missing_scales(self, case: Case) -> dict[str, tuple[str, ...]]:
+        """Return what the op gets without its scales, with the arguments for them that it lacks."""
+        return {}
 
     @abstractmethod
     def text(self, kernels: Sequence[str], target: Target) -> str:

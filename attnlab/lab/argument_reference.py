@@ -316,7 +316,7 @@ def _scale(case: Case) -> float:
 
 
 def query_as_read(case: Case, query: torch.Tensor) -> torch.Tensor:
-    """Return the query as the op reads it."""
+    """Return the query as the op reads it, or tokens that are passed as the query is."""
     if case.op_argument != "fp8_query":
         return query
     format = FORMATS[case.machine.fp8_e4m3]
@@ -348,6 +348,8 @@ def _stored(
 
 def _half(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> StoredHalf:
     """Return what is stored for keys or values [seq_len, num_kv_heads, head_size]."""
+    if case.spec.cache_layout is None:
+        return StoredHalf(numbers=query_as_read(case, tokens))
     if case.argument.cache is None:
         return StoredHalf(numbers=stored_tokens(case, tokens, cached, scale))
     stored, scales = stored_numbers(case, tokens)

@@ -88,10 +88,10 @@ def _details(report: Report, finding: Finding) -> str:
     """Return a finding in lines: what is wrong, where, and the command that shows it."""
     location = report.location(finding)
     lines = [
-        f"{finding.title}, in {finding.seen} of {report.ops[finding.op]} cases",
+        f"{finding.title}, in {finding.seen_in(report.ops[finding.op])}",
         finding.evidence,
         *([] if location is None else [str(location)]),
-        finding.case.to_cli(),
+        finding.run(report.source),
     ]
     return "\n".join(lines)
 
@@ -186,7 +186,7 @@ def _result(report: Report, finding: Finding) -> dict[str, Any]:
             "names": [*finding.names],
             "description": finding.description,
             "casesThatShowIt": finding.seen,
-            "command": finding.case.to_cli(),
+            "command": finding.run(report.source),
         },
     }
     location = report.location(finding)
@@ -259,7 +259,7 @@ def _verdict(report: Report) -> str:
 def _row(report: Report, finding: Finding) -> str:
     """Return the row of a finding."""
     place = report.location(finding)
-    cases = f"{finding.seen} of {report.ops[finding.op]}"
+    cases = finding.seen_in(report.ops[finding.op]).removesuffix(" cases")
     words = (
         finding.op,
         finding.kind,
@@ -276,7 +276,7 @@ def _row(report: Report, finding: Finding) -> str:
 
 def _commands(report: Report) -> str:
     """Return the commands that show the findings, folded."""
-    commands = "\n".join(finding.case.to_cli() for finding in report.findings)
+    commands = "\n".join(finding.run(report.source) for finding in report.findings)
     return f"<details><summary>Smallest cases</summary>\n\n```sh\n{commands}\n```\n\n</details>"
 
 

@@ -52,12 +52,7 @@ def xray_pictures(one: XRay) -> shared_page.Picture:
     """Return the pictures of an X-ray for a page, light and dark."""
     light, dark = (xray_picture(one, is_dark=is_dark) for is_dark in (False, True))
     alt = "Measured, expected and different weights by row and key; measured against expected log weights"
-    picture = (
-        '<picture><source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{alt}" src="data:image/png;base64,{light}"></picture>'
-    )
-    return shared_page.Picture(title="Attention weights by row and key", svg=picture)
+    return shared_page.themed_picture("Attention weights by row and key", alt, light, dark)
 
 
 def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: bool = True) -> str:
@@ -190,8 +185,8 @@ class Row:
     command: str
 
 
-def write_releases(path: Path, table: ReleaseTable) -> None:
-    """Write the table as one self-contained HTML page."""
+def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
+    """Write the table as one self-contained HTML page; ``command``: what made it, default this command."""
     rows = [_row(table, number, fault) for number, fault in enumerate(table.faults, 1)]
     by_op = [(op, [*group]) for op, group in groupby(rows, lambda row: row.fault.finding.op)]
     page = render_page(
@@ -205,20 +200,21 @@ def write_releases(path: Path, table: ReleaseTable) -> None:
         native_signs=NATIVE_SIGNS,
         is_native_tried=any(fault.native for fault in table.faults),
         states=STATES,
-        command=shlex.join(["attnlab", *sys.argv[1:]]),
+        command=command or shlex.join(["attnlab", *sys.argv[1:]]),
     )
     write_text(path, page)
 
 
 def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
     finding, first = fault.finding, fault.releases[0]
-    source = f" --source $(attnlab fetch --ops {first})" if finding.case.backend == "vllm" else ""
+    is_vllm = finding.case.backend == "vllm" and not finding.horizon
+    source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
     return Row(
         number=number,
         fault=fault,
         spans=spans(table.releases, fault),
         kind=KINDS[finding.kind],
-        command=finding.case.to_cli() + source,
+        command=finding.run(first) + source,
     )
 
 
@@ -301,6 +297,8 @@ def write_pictures(report: Report, backend: Backend, folder: Path, command: str)
 def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Picture:
     """Draw a finding at the Case where it was first found and at its smallest Case, and write ``path``."""
     kind = KINDS[finding.kind]
+    if finding.horizon:
+        return Picture(finding=finding, kind=kind, why="no tensor of this size was allocated")
     if finding.kind == "fails":
         return Picture(
             finding=finding, kind=kind, why="the call raised an error, so there is no output"

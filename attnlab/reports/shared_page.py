@@ -62,6 +62,16 @@ class Picture:
     legend: tuple[tuple[str, str], ...] = ()
 
 
+def themed_picture(title: str, alt: str, light: str, dark: str) -> Picture:
+    """Return a picture of two PNGs in base64, of which a page shows that of its colours."""
+    picture = (
+        '<picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{escape(alt)}" src="data:image/png;base64,{light}"></picture>'
+    )
+    return Picture(title=title, svg=picture)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPage:
     """What a page says.
@@ -152,6 +162,10 @@ def page_of(
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
     cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
+    if sheet.kind == "Report":
+        grids = [part for part in sheet.parts if isinstance(part, Grid)]
+        found = _of_tables([part for part in grids if part.title == "findings"])
+        cause, evidence = (head, [*found, *lines]) if found else (cause, evidence)
     source = None if line is None else excerpt(*line)
     return SharedPage(
         cause=cause,

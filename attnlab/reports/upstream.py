@@ -20,7 +20,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import Unsupported
 from attnlab.case.fields import names_file
 from attnlab.case.masks import CAUSAL, MASK_DATA
-from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
@@ -30,7 +30,6 @@ from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.vllm.op_arguments import USED_STRIDES
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import freed_blocks
@@ -113,32 +112,24 @@ def ignored_facts(case: Case) -> dict[str, Any]:
 # The op argument of a Case in a script, and the script of a merge.
 
 _BLOCK_POINTERS = "block_pointers"
-# The dimension of each tensor whose last index is beyond 2^31 elements.
-_FAR = {name: one.far_dim for name, one in OP_ARGUMENTS.items() if one.far_dim is not None}
-SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS, *_FAR)
+SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS)
 _MERGED = ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
 
 
 def has_merge_script(case: Case) -> bool:
     """Answer whether a script can reproduce a Case of merge_attn_states: a merge of two parts alone."""
     plain = case.kv_cache_dtype == "auto" and not case.pad_batch
-    return case.op == MERGE and case.op_argument in (NONE, *_FAR) and plain
+    return case.op == MERGE and case.op_argument == NONE and plain
 
 
 def argument_facts(case: Case) -> dict[str, Any]:
-    """Return what the templates need for an op argument.
-
-    Its name, "" for none; the names of its tensors; the dimension that is far apart.
-    """
+    """Return what the templates need for an op argument: its name, "" for none, and names of tensors."""
     if case.op_argument == NONE:
-        return {"op_argument": "", "names": (), "far_dim": 0}
+        return {"op_argument": "", "names": ()}
     names: tuple[str, ...] = ()
-    dim = _FAR.get(case.op_argument, 0)
-    if case.op_argument in _FAR:
-        names = tuple(name for name, used in USED_STRIDES[case.op].items() if dim < used)
     if case.op_argument == _BLOCK_POINTERS:
         names = ("key_cache", "block_table") if case.op == WRAPPER else ("k_cache", "b_loc")
-    return {"op_argument": case.op_argument, "names": names, "far_dim": dim}
+    return {"op_argument": case.op_argument, "names": names}
 
 
 def merge_facts(case: Case) -> dict[str, Any]:
@@ -208,11 +199,13 @@ def write_reports(
     - ``device``: "cuda", or "cpu" for Triton's interpreter.
 
     The folder is created if it is missing. A finding without a script (:func:`has_script`) gets a text
-    only. Raises InvalidCase if the folder cannot be created or written.
+    only, an int32 horizon nothing: it has no Case. Raises InvalidCase if the folder cannot be created or
+    written.
     """
     written = []
     make_output_folder(folder, "report")
-    for number, finding in enumerate(findings, 1):
+    of_cases = [finding for finding in findings if not finding.horizon]
+    for number, finding in enumerate(of_cases, 1):
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
@@ -254,7 +247,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "title": f"{finding.op}: {_of_it(finding)}",
         "what": f"`{finding.op}`: {KINDS[finding.kind]}",
         "evidence": finding.evidence.rstrip("."),
-        "diagnosis": finding.diagnosis.replace("_", " "),
+        "diagnosis": finding.title.replace("_", " "),
         "version": version,
         "seen": finding.seen,
         "op": finding.op,

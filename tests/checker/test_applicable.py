@@ -8,10 +8,11 @@ from helpers.fake_ops import made
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
+from attnlab.case.errors import Unsupported
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.checker.case_check import case_verdict, check_case
-from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.hostile import covering_rows, hostile_cases
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
 from attnlab.kernels import find_backend
@@ -112,6 +113,27 @@ def test_an_op_that_accepts_fp8_without_scales_is_at_fault(tmp_path):
     assert findings(scaled, op=DECODE_FWD, **FP8) == []
 
 
+@pytest.mark.parametrize(
+    ("argument", "fields", "label"),
+    [
+        ("fp8_query", FP8, "FP8 query without a scale"),
+        ("int8_per_token_head", {}, "int8 cache without scales"),
+    ],
+)
+def test_an_op_must_refuse_tensors_whose_scales_it_cannot_get(tmp_path, argument, fields, label):
+    """A refusal by the op, or by Triton, is right; the design has no row with such tensors."""
+    given = {"op": DECODE_FWD, "op_argument": argument, **fields}
+    more = ", k_scale=None, v_scale=None"
+    accepting = decode(tmp_path / "a", more, SCALED)
+    assert findings(accepting, **given) == [("wrong_output", label)]
+    refusal = "assert q.element_size() > 1 and k_buffer.dtype != torch.int8; " + SCALED
+    refusing = decode(tmp_path / "b", more, refusal)
+    with pytest.raises(Unsupported):
+        findings(refusing, **given)
+    rows = covering_rows(accepting, DECODE_FWD, "sm_90", 0)
+    assert {row["cache"] for row in rows} == {"plain", "fp8"}
+
+
 @pytest.mark.parametrize("argument", [NONE, "padded_tokens"])
 def test_a_write_that_ignores_strides_is_at_fault(tmp_path, argument):
     right, wrong = (
@@ -175,6 +197,9 @@ def test_the_prefill_kernel_ignores_a_window_with_alibi(version):
         ("0.26.0", UNIFIED, {**FP8, "op_argument": "diffkv"}, "FP8 cache without scales"),
         ("0.33.0", UNIFIED, {**FP8, "op_argument": "diffkv"}, None),
         ("0.33.0", DECODE_FWD, FP8, None),
+        ("0.33.0", DECODE_FWD, {**FP8, "op_argument": "fp8_query"}, "FP8 query without a scale"),
+        ("0.33.0", WRAPPER, {**FP8, "op_argument": "fp8_query"}, "FP8 query without a scale"),
+        ("0.33.0", UNIFIED, {**FP8, "op_argument": "fp8_query"}, None),
         (
             "0.33.0",
             PREFILL,
@@ -203,9 +228,9 @@ def test_arguments_that_a_release_ignores(version, op, fields, label):
         ("int8_per_token_head_padded_tokens", False),
         ("fp8_per_token_head_padded_tokens", False),
         ("int4_per_token_head_padded_tokens", False),
-        ("far_values", True),
-        ("head_major_far_values", True),
-        ("head_major_packed_far_values", True),
+        ("spaced_values", True),
+        ("head_major_spaced_values", True),
+        ("head_major_packed_spaced_values", True),
     ],
 )
 def test_strides_that_the_cache_writes_of_0_33_0_ignore(argument, is_ignored):

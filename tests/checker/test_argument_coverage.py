@@ -20,8 +20,6 @@ from attnlab.kernels.vllm.features import op_functions
 from attnlab.kernels.vllm.op_arguments import (
     USED_STRIDES,
     argument_facts,
-    far_apart,
-    far_heads,
     with_gaps,
 )
 
@@ -48,7 +46,6 @@ def test_facts_of_a_call():
     assert found["q"] == ["dtype float32", "dim 2", "dim 1", "stride 1", "dim 0", "stride 0"]
     assert found["block_table"] == ["dtype int32", "dim 1"]
     assert (found["softcap"], found["causal"]) == (["value 2.0"], ["value True"])
-    assert "far 0" in facts(q=far_apart(torch.ones(3, 2)), block_table=None)["q"]
 
 
 def test_what_did_not_occur_is_listed():
@@ -57,11 +54,10 @@ def test_what_did_not_occur_is_listed():
         facts(q=torch.zeros(3, 4, 8)[..., :5], block_table=torch.zeros(2, 2).int(), softcap=1.0),
     ]
     uses = {one.name: one for one in parameter_uses(UNIFIED, ("q", "block_table"), cases)}
-    assert uses["q"].gaps == tuple(f"offsets of dimension {dim} are below 2^31" for dim in (0, 1))
+    assert uses["q"].gaps == ()
     assert any(reason.startswith("stride 2") for reason in uses["q"].reasons)
     assert set(uses["block_table"].gaps) == {
         "stride 0 is that of a contiguous tensor",
-        "offsets of dimension 0 are below 2^31",
         "never int64",
     }
     uses = {one.name: one for one in parameter_uses(UNIFIED, ("softcap", "causal"), cases)}
@@ -78,13 +74,6 @@ def test_tensors_with_other_strides(used):
     assert torch.equal(gaps, tensor)
     contiguous = tensor.stride()
     assert [gaps.stride(i) != contiguous[i] for i in range(3)] == [i < used for i in range(3)]
-    far = far_apart(tensor)
-    assert torch.equal(far, tensor)
-    assert 2 * far.stride(0) > 2**31
-    heads = far_heads(tensor)
-    assert torch.equal(heads, tensor)
-    assert heads.stride(0) == 4 * heads.stride(1)
-    assert 2 * heads.stride(0) > 2**31
 
 
 @pytest.mark.releases
@@ -111,7 +100,7 @@ def test_the_tables_name_parameters_that_exist():
 
 
 def layout_gaps(op, is_left_out=lambda case: False):
-    """Return the strides, far offsets and index dtypes that no call of an op has, by parameter.
+    """Return the strides and index dtypes that no call of an op has, by parameter.
 
     The op is called with the Cases for layouts, but no program of a kernel runs.
     """
@@ -119,7 +108,7 @@ def layout_gaps(op, is_left_out=lambda case: False):
     backend = find_backend("vllm", source.path, "cpu")
     for case in hostile_cases(backend, op, "sm_90", DEFAULT_CASES, 0):
         argument = case.argument
-        is_about_layout = argument.name == "gaps" or argument.far_dim is not None or argument.cache
+        is_about_layout = argument.name == "gaps" or argument.cache
         is_index = case.stage == "int64" or case.mask in ("ranges", "tree", "prefix_and_window")
         if (is_about_layout or is_index) and not is_left_out(case):
             with measuring() as measured:
@@ -132,23 +121,20 @@ def layout_gaps(op, is_left_out=lambda case: False):
 
 @pytest.mark.releases
 @pytest.mark.parametrize("op", TRITON_OPS)
-def test_every_stride_offset_and_index_dtype_occurs_or_has_a_reason(op):
+def test_every_stride_and_index_dtype_occurs_or_has_a_reason(op):
     assert layout_gaps(op) == {}
 
 
 @pytest.mark.releases
 def test_a_stride_that_no_case_changes_is_a_gap():
-    without = layout_gaps("decode_attention_fwd", lambda case: case.op_argument == "far_dim_2")
-    assert without == {
-        name: ["offsets of dimension 2 are below 2^31"]
-        for name in ("k_buffer", "v_buffer", "attn_logits")
-    }
+    without = layout_gaps("decode_attention_fwd", lambda case: case.op_argument == "gaps")
+    assert "stride 2 is that of a contiguous tensor" in without["k_buffer"]
 
 
 @pytest.mark.releases
 @pytest.mark.slow
 def test_all_cases_of_an_op_leave_no_gap():
-    """Every line and branch of the cache write, every parameter, stride and far offset."""
+    """Every line and branch of the cache write, every parameter and stride."""
     backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
     plan = Plan(backend=backend, ops=("reshape_and_cache_flash",), coverage=True)
     report = check_library(plan)

@@ -1,6 +1,7 @@
 """Findings are grouped by the rule that explains them: not by the status of a diagnosis."""
 
 import dataclasses
+import random
 
 import pytest
 from helpers.cases import hostile
@@ -11,11 +12,13 @@ from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import evidence_fields, lab_of
 from attnlab.checker.finding import Finding, merged_findings
 from attnlab.checker.library import merged_by_line
-from attnlab.checker.plan import groups
+from attnlab.checker.plan import Plan, groups
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.kernels import find_backend
 from attnlab.lab.lab import Lab
+from attnlab.tasks.store import Shard
 from attnlab.tasks.task import DONE, Outcome, Task
 
 FAULTY = (
@@ -73,19 +76,54 @@ def grouped(*found: tuple[str, tuple[str, ...]]) -> list[tuple[str, int]]:
     )
 
 
-def grouped_findings(*found: Finding) -> list[tuple[str, int]]:
-    """Return the diagnosis and the number of cases of each group of findings."""
-    tasks = [Task(key=str(i), payload={}, cost_s=1.0) for i in range(len(found))]
+def outcomes_of(*found: Finding) -> tuple[list[Task], dict[str, Outcome]]:
+    """Return a task for each finding, and the outcomes."""
+    tasks = [Task(key=str(i), payload={"library": ""}) for i in range(len(found))]
     outcomes = {
         task.key: Outcome(key=task.key, status=DONE, verdict={"findings": [one.to_verdict()]})
         for task, one in zip(tasks, found, strict=True)
     }
+    return tasks, outcomes
+
+
+def grouped_findings(*found: Finding) -> list[tuple[str, int]]:
+    """Return the diagnosis and the number of cases of each group of findings."""
+    tasks, outcomes = outcomes_of(*found)
     return [(one.finding.diagnosis, one.seen) for one in groups(tasks, outcomes).values()]
 
 
 def test_a_case_that_does_not_decide_joins_the_fault_that_another_case_names():
     found = grouped(("ambiguous", ("a", "b")), ("b", ("b",)), ("c", ("c",)), ("b", ("b",)))
     assert found == [("b", 3), ("c", 1)]
+
+
+def test_what_is_shrunk_does_not_depend_on_the_shards():
+    """Each case that stands for a group of the whole check is shrunk, in the same way, in its own shard."""
+    plan, draw = Plan(backend=find_backend("model"), ops=()), random.Random(0)
+    for _ in range(300):
+        found = []
+        for _ in range(draw.randint(2, 8)):
+            names = tuple(sorted(draw.sample("abc", draw.randint(0, 3))))
+            label = {0: "unexplained", 1: "".join(names)}.get(len(names), "ambiguous")
+            wrong_in = draw.choice(((), ("decode",), ("prefill",)))
+            fields = {"names": names, "diagnosis": label, "wrong_in": wrong_in}
+            found.append(dataclasses.replace(FINDING, **fields))
+        tasks, outcomes = outcomes_of(*found)
+        whole = plan.shrink_tasks(tasks, outcomes)
+        parts = [
+            plan.shrink_tasks(tasks[i - 1 :: 3], outcomes, Shard(index=i, count=3))
+            for i in (1, 2, 3)
+        ]
+        assert {one.key for one in whole} <= {one.key for part in parts for one in part}
+
+
+def test_the_case_that_decides_stands_for_its_group():
+    """An ambiguous case before it is not shrunk, and its description is not kept."""
+    vague = dataclasses.replace(FINDING, names=("a", "b"), description="a: one; b: two")
+    clear = dataclasses.replace(FINDING, names=("b",), diagnosis="b", description="b: two")
+    ((key, group),) = groups(*outcomes_of(vague, clear, vague)).items()
+    assert (key[2], group.task.key, group.own, group.seen) == ("b", "1", clear, 3)
+    assert (group.finding.names, group.finding.description) == (("b",), "b: two")
 
 
 def test_faults_without_a_common_name_stay_apart():
@@ -154,6 +192,18 @@ def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, co
     assert len(grouped_findings(*found)) == count
 
 
+def test_a_fault_has_its_name_also_where_the_window_has_freed_blocks(tmp_path):
+    """A window that is one key too wide reads a block that is empty there; that is no second fault."""
+    wide = RIGHT.replace("hidden |= away <= -call", "hidden |= away < -call")
+    backend = planted(tmp_path, wide)
+    fields = {"op": backend.op, "backend": backend.name, "platform": "sm_90"}
+    lens = {"query_lens": (1, 8, 2), "ctx_lens": (79, 88, 126)}
+    for freed in ("kept", "empty", "recycled"):
+        case = hostile(**fields, **lens, sliding_window=20, freed=freed)
+        (found,) = check_case(lab_of(backend, "cpu"), backend, case)
+        assert (found.diagnosis, found.case.freed) == ("window_plus_one", "kept")
+
+
 def test_a_finding_without_a_name_says_what_is_known():
     """A described output has the rules that reproduce it, an ambiguous one the text of each name."""
     case = hostile(query_lens=(17, 5), ctx_lens=(16, 40))
@@ -165,7 +215,7 @@ def test_a_finding_without_a_name_says_what_is_known():
     fields = evidence_fields(Lab(), case, zeros, found, found.status)
     assert "zero" in fields["description"]
     one = dataclasses.replace(FINDING, diagnosis="described", **fields)
-    assert one.title == f"described: {fields['description']}"
+    assert one.title == fields["description"]
     again = Finding.from_verdict(one.to_verdict())
     assert again.description == one.to_dict()["description"] == fields["description"]
     two = dataclasses.replace(FINDING, names=("a", "b"))

@@ -92,6 +92,17 @@ def test_the_most_rows_that_are_split_are_read_from_the_launches(version, most):
     assert longest_split(find_backend("vllm", of_release(version).path, "cpu")) == most
 
 
+@pytest.mark.releases
+@pytest.mark.parametrize("version", ["0.20.2", "0.33.0"])
+def test_sinks_with_alibi_occur_in_several_rows_of_a_sequence(version):
+    """A split leaves one row per sequence in older releases, in which wrong distances do not show."""
+    backend = find_backend("vllm", of_release(version).path, "cpu")
+    cases = hostile_cases(backend, "unified_attention", "sm_90", 2 * len(VARIANTS), 0)
+    chosen = (case for case in cases if case.sinks and case.alibi and case.op_argument == "none")
+    rows = [case.query_lens for case in chosen]
+    assert max(map(max, rows)) > 1
+
+
 def test_what_is_refused_has_a_reason_and_is_refused() -> None:
     subject = ModelBackend(rules="0.33.0")
     design = hostile_design(subject, "unified_attention", "sm_90")

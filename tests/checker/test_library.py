@@ -57,7 +57,9 @@ def test_the_older_models_faults_are_found() -> None:
     assert leaks == {("chunked_prefill_paged_decode", "reads_unwritten_slots", "empty slots")}
     by_heads = ("chunked_prefill_paged_decode", "wrong_output", "scale_by_num_heads")
     overflow = ("unified_attention", "wrong_output", "softcap_overflows")
-    assert faults.keys() == {by_heads, overflow}
+    unnamed = ("unified_attention", "wrong_output", "described; nonfinite")  # NaN names nothing
+    assert faults.keys() == {by_heads, overflow, unnamed}
+    assert faults[unnamed].case.softcap
     by_scale = faults[by_heads]
     assert len(by_scale.case.lengths.query_lens) == 1
     result = Lab().run(by_scale.case)
@@ -163,13 +165,13 @@ def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str
 
 
 def test_a_release(source: Source) -> None:
-    """The first cases find nothing in 0.33.0 and the known leak in 0.11.2."""
+    """The first cases find nothing in 0.33.0; in 0.11.2 the known leak, and FP8 without scales."""
     report = checked(find_backend("vllm", source.path, "cpu"), cases=5)
     assert report.cases_run >= 25
     findings = {one.kind for one in report.findings}
     observations = {one.kind for one in report.observations}
     old = source.rules == "0.11.2"
-    assert findings == ({"reads_unwritten_slots"} if old else set())
+    assert findings == ({"reads_unwritten_slots", "wrong_output"} if old else set())
     assert observations - {"reads_empty_slots", "out_of_bounds"} == {"reads_outside_window"}
     assert ("reads_empty_slots" in observations) == old
 

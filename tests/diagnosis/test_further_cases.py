@@ -12,7 +12,9 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_bad_lines
+from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.decision import examine
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_weights
 from attnlab.diagnosis.reruns import further_cases, second_cases
@@ -58,6 +60,20 @@ class ScaledBackend(ModelBackend):
         """Run the models with the changed call, into the same output."""
         scale = 1.3 * (call.sm_scale or call.query.shape[2] ** -0.5)
         return super().run(dataclasses.replace(call, sm_scale=scale), target, kernels, options)
+
+
+@pytest.mark.parametrize(
+    ("op", "is_of_decodes"),
+    [("chunked_prefill_paged_decode", True), ("unified_attention", False)],
+)
+def test_a_name_that_decodes_alone_show_says_so(op, is_of_decodes):
+    """Another kernel of the op computes prefills, so no further case shows what it does."""
+    case = hostile(op=op, query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
+    lab = Spoiled(scale=lambda case: 2.0)
+    alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    found = with_second_cases(Lab(), case, lab.output, alone)
+    assert found.cause.name == "scale_doubled"
+    assert ("(in batches of decodes)" in found.conclusion) == is_of_decodes
 
 
 def has_prefills(case: Case) -> bool:

@@ -84,6 +84,14 @@ def only_ends(block, at: torch.Tensor) -> torch.Tensor:
     return (at >= block.length).expand(len(block.rows), -1)
 
 
+def test_a_soft_cap_makes_its_negative_of_hidden_scores():
+    """A kernel that caps the scores after it masks them gives hidden slots the score -cap."""
+    names = [
+        one.name for one in mask_defects(make_problem(case_of("unified_attention", softcap=2.5)))
+    ]
+    assert any("score -2.5: later keys and slots past the last key" in name for name in names)
+
+
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("op", ["context_attention_fwd", "unified_attention"])
 def test_a_sound_kernel_has_no_rule(op, window):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -176,6 +177,36 @@ def test_an_edit_that_hides_behind_a_feature_or_a_size_is_no_claim(
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 4))
     claim = find_claim(lab, case, [wrong, right])
     assert (claim.repair, claim.is_stated, claim.others) == (right, True, ())
+
+
+def test_a_further_case_that_loops_is_left_out(tmp_path, monkeypatch):
+    """The kernel ends for the case, and loops for ever, without any access, for long sequences."""
+    module = sys.modules[diagnose.__module__]
+    monkeypatch.setattr(module, "_LEAST_RERUN_S", 0.3)
+    monkeypatch.setattr(module, "_RERUN_SLACK", 0.3)
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    file = tmp_path / "kernel.py"
+    loop = "    while end > 30:\n        pass\n    mixed ="
+    file.write_text(file.read_text().replace("    mixed =", loop, 1))
+    found = diagnose(case, lab=Lab(device="cpu"), limit=None)
+    assert found.wrong_rows == 2
+
+
+def test_an_edit_that_ends_its_process_is_left_out(tmp_path):
+    """The edited kernels run in a copy of this process."""
+    lab = Lab(device="cpu")
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    (right, *_) = locate_lines(lab, case, None, LIMIT).repairs
+    edit = dataclasses.replace(right.edit, after="(__import__('os')._exit(3))")
+    assert find_claim(lab, case, [dataclasses.replace(right, edit=edit), right]).repair is right
+
+
+def test_varied_cases_have_a_sequence_as_long_as_that_of_the_case():
+    """Else they may not show the fault at all, and refute no edit: a tile has up to 128 rows."""
+    long = SMALL.replace(query_lens=(2, 258), ctx_lens=(20, 0), num_blocks=None)
+    for case, most in ((long, 140), (SMALL, 67)):
+        found = [max(one.lengths.seq_lens) for one in varied_cases(case)]
+        assert set(found) == {most}
 
 
 def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):

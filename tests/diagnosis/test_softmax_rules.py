@@ -297,6 +297,22 @@ def test_maxima_without_the_scale_weigh_parts_by_more(merge):
     torch.testing.assert_close(found, torch.tensor([2.0, 0.0]).double().softmax(0))
 
 
+def test_sinks_of_each_part_count_as_often_as_there_are_parts():
+    scores = torch.tensor([[[0.0, 1.0, 2.0]]], dtype=torch.float64)
+    parts, sinks = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]], torch.tensor([0.5])
+    found = SoftmaxLaw(all_sinks=True).weights(scores, parts, "at once", sinks)[0, 0]
+    every = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.5]).double().softmax(0)
+    torch.testing.assert_close(found, every[:3])
+    names = [[one.name for one in softmax_defects(make_problem(case))] for case in SINKS]
+    assert [any("the sinks count in each part" in name for name in some) for some in names] == [
+        True,
+        False,
+    ]
+
+
+SINKS = [small("unified_attention", sinks=is_on) for is_on in (True, False)]
+
+
 def test_parts_that_store_a_log_sum_exp_count_more_keys_more():
     """Parts of 2 and 1 equal scores: the first gets the weight 2 × 2 of 5 in place of 2 of 3."""
     scores = torch.zeros(1, 1, 3, dtype=torch.float64)

@@ -169,7 +169,7 @@ def test_a_deployment_that_does_not_fit_the_op_is_one_line() -> None:
     ("text", "message"),
     [
         ("heads = 30", "heads must be a multiple of kv_heads 8, got 30"),
-        ("layers = 0", "layers must be a positive int, got 0"),
+        ("layers = 0", "layers must be an int of at least 1, got 0"),
         ("colour = 1", "must have only"),
         ("heads", "deployment must be TOML"),
     ],

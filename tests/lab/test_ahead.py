@@ -8,6 +8,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.pytest_id import vllm_test_ids
+from attnlab.checker import matrix
 from attnlab.checker.matrix import MatrixJob
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab, drawing_ahead
@@ -84,8 +85,10 @@ def test_threads_make_a_product_once_and_other_products_meanwhile():
 def test_a_matrix_on_a_gpu_prepares_its_kernels_and_draws_ahead(monkeypatch):
     ids = [name for name in vllm_test_ids() if "cuda:0-auto-dtype0-24" in name][:2]
     small = {"draw_max_query_len": 8, "draw_max_ctx_len": 8, "platform": "gfx942", "stage": "sound"}
-    prepared = []
-    monkeypatch.setattr(ModelBackend, "prepare", lambda self, cases: prepared.append(len(cases)))
+    compiled = []
+    monkeypatch.setattr(ModelBackend, "source", None, raising=False)
+    monkeypatch.setattr(matrix, "VllmBackend", ModelBackend)  # as on a GPU
+    monkeypatch.setattr(matrix, "precompile", lambda cases, source: compiled.append(len(cases)))
     job = MatrixJob(changes=small, device="cuda", lab_device="cpu")
     tasks = [Task(key=name, payload={"ids": [name]}) for name in [*ids, "test_x[not-an-id]"]]
     outcomes = []
@@ -93,4 +96,4 @@ def test_a_matrix_on_a_gpu_prepares_its_kernels_and_draws_ahead(monkeypatch):
         engine.run(job, tasks, outcomes.append)
     statuses = [outcome.verdict["rows"][0]["status"] for outcome in outcomes]
     assert statuses == ["match", "match", "not run"]
-    assert prepared == [2]
+    assert compiled == [2]

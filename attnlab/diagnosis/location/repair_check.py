@@ -3,8 +3,9 @@
 import ast
 import dataclasses
 import linecache
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, islice, zip_longest
 from typing import Any
@@ -20,6 +21,7 @@ from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.trials import Repair
 from attnlab.diagnosis.reruns import further_cases, nearby_cases
+from attnlab.kernels.child_process import run_in_copy
 from attnlab.kernels.control import rows_equal, uncontrolled
 from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.lockstep.control import live
@@ -38,6 +40,8 @@ _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms
 # (query_len, ctx_len). In the third, rows from 36 on have a window of 5 that begins after a tile of 16 or 32,
 # which other rows of their block read: a tile in which some rows see no key.
 _VARIED_LENGTHS: tuple[tuple[int, int], ...] = ((3, 37), (1, 66), (41, 0), (1, 20))
+# Of the longest sequence of a Case, which varied cases have, too: more than a tile of any kernel.
+_MOST_NEW, _MOST_CONTEXT = 140, 300
 _FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.37, "v_scale": 0.59}
 _NO_FP8 = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
 # What an edit could hide behind; changes that an op does not know, or that change nothing, are left out.
@@ -72,7 +76,10 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
 )
 # One score of a row is above the others by 307, so that exp of their difference overflows.
 _LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": None}
+_MAXIMUM = re.compile(r"\btl\.(max|min)(imum)?\b")
 _OBSERVER = "_attnlab_condition"
+_SENT = ("source", "cases", "only_finite", "is_stated", "untouched")  # of a claim, to this process
+_GRACE_S = 15.0  # that the search may take longer than its limit: one run
 # Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.location.lines).
 _MOST_OPERATIONS, _MOST_RUN_S = 2_000_000, 10.0
 
@@ -159,7 +166,11 @@ def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator
     """Yield small cases with some changes each, except those that other kernels run."""
     if case.block_table is not None or case.seq_range is not None:
         return
+    lengths = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    query, ctx = max(lengths, key=sum, default=(0, 0))
     pairs = _VARIED_LENGTHS
+    if query + ctx > max(map(sum, pairs)):  # short sequences may not show the fault
+        pairs = (*pairs, (min(query, _MOST_NEW), min(ctx, _MOST_CONTEXT)))
     if max(case.lengths.query_lens, default=0) == 1:
         pairs = tuple((1, query + ctx - 1) for query, ctx in pairs)
     if not case.spec.context:
@@ -187,7 +198,44 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
 
     ``repairs``: edits that make a smaller run of the Case right, the best first. Those of the test of a
     branch come last: they may only leave out the branch that has the fault.
+
+    The edited kernels run in a copy of this process. An edit that ends the copy is left out.
     """
+    left = sorted(repairs[:_MOST_EDITS], key=lambda one: one.is_in_test)
+    while left:
+        claim, ended_at = _searched(lab, case, left)
+        if claim is not None or ended_at is None:
+            return claim
+        del left[ended_at]
+    return None
+
+
+def _searched(
+    lab: Lab, case: Case, repairs: Sequence[Repair]
+) -> tuple[RepairClaim | None, int | None]:
+    """Return the best claim, and the index of the edit that ended the copy of this process, or None."""
+    found, at = list[RepairClaim](), 0
+
+    def search(send: Callable[[Any], None]) -> None:
+        for number, claim in _claims(lab, case, repairs):
+            others = () if claim is None else [repairs.index(one) for one in claim.others]
+            send((number, claim and {name: getattr(claim, name) for name in _SENT}, others))
+
+    def receive(thing: Any) -> None:
+        nonlocal at
+        at, fields, others = thing
+        if fields is not None:
+            named = tuple(repairs[i] for i in others)
+            found.append(RepairClaim(**fields, repair=repairs[at], others=named))
+
+    ended = run_in_copy(search, receive, _MOST_S + _GRACE_S)
+    return (found[-1] if found else None), (at if ended else None)
+
+
+def _claims(
+    lab: Lab, case: Case, repairs: Sequence[Repair]
+) -> Iterator[tuple[int, RepairClaim | None]]:
+    """Yield the index of each edit before it is tried, then the best claim so far after its edit's index."""
     end, others = time.process_time() + _MOST_S, list[Repair]()
     further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
     proofs = [_Proof(lab=lab, case=one) for one in (case, *further)]
@@ -195,11 +243,12 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
     large = [_Proof(lab=lab, case=one) for one in large_score_cases(case)]
     more = dict[Case, _Proof]()
     claim: RepairClaim | None = None
-    for repair in sorted(repairs[:_MOST_EDITS], key=lambda one: one.is_in_test):
+    for number, repair in enumerate(repairs):
         if time.process_time() > end:
             break
+        yield number, None
         found = _claim_of(proofs, varied, more, repair, end)
-        if found is not None and _unwraps_maximum(repair):
+        if found is not None and _changes_maximum(repair):
             found = _with_large_scores(found, large)
         if found is None:
             continue
@@ -214,9 +263,8 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
             end = min(end, time.process_time() + left_s)
         elif found.is_stated and found.only_finite == claim.only_finite:
             others += [] if _is_better(claim, found) else [repair]
-    if claim is None:
-        return None
-    return dataclasses.replace(claim, others=tuple(others) if claim.is_stated else ())
+        named = tuple(others) if claim.is_stated else ()
+        yield repairs.index(claim.repair), dataclasses.replace(claim, others=named)
 
 
 def _is_better(one: RepairClaim, other: RepairClaim) -> bool:
@@ -319,13 +367,9 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _unwraps_maximum(repair: Repair) -> bool:
-    """Answer whether an edit leaves an operand of tl.maximum or tl.minimum in place of the call."""
-    call, operand = _parsed(repair.edit.before), _parsed(repair.edit.after)
-    if not isinstance(call, ast.Call) or operand is None:
-        return False
-    is_limit = ast.unparse(call.func) in ("tl.maximum", "tl.minimum")
-    return is_limit and ast.unparse(operand) in map(ast.unparse, call.args)
+def _changes_maximum(repair: Repair) -> bool:
+    """Answer whether an edit changes a call of tl.max, tl.maximum or the like."""
+    return _MAXIMUM.search(repair.edit.before) is not None
 
 
 def _with_large_scores(claim: RepairClaim, proofs: Sequence["_Proof"]) -> RepairClaim | None:

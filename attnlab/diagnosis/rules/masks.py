@@ -174,9 +174,9 @@ def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
                 MaskLaw(padding=True),
             ]
         yield from later
-        for law in later:
-            if law.later != "none" or is_biased:
-                yield dataclasses.replace(law, score=0.0)
+        for law, score in product(later, _scores(problem)):
+            if law.later != "none" or is_biased or score:
+                yield dataclasses.replace(law, score=score)
         yield MaskLaw(later="all", before=True, padding=True, score=_LOWEST, seen=True)
         if problem.call.op == UNIFIED:
             yield MaskLaw(later="all", padding=True, within_sequence=True)
@@ -185,11 +185,16 @@ def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
         yield from _window_laws(problem, visited)
 
 
+def _scores(problem: Problem) -> tuple[float, ...]:
+    """Return the constants that hidden slots may have: a soft cap makes its own negative of -inf."""
+    return (0.0,) if problem.call.softcap is None else (0.0, -problem.call.softcap)
+
+
 def _window_laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
     """Yield the laws about keys before the window."""
     is_unified = problem.call.op == UNIFIED
     for law in (MaskLaw(before=True), MaskLaw(before=True, later="all", padding=True)):
-        for score in (None, 0.0):
+        for score in (None, *_scores(problem)):
             yield dataclasses.replace(law, score=score)
             if is_unified:
                 yield dataclasses.replace(law, score=score, no_values=True)

@@ -59,6 +59,7 @@ class SoftmaxLaw:
       merge, that of the part that is added. ``merged_sum``, ``merged_output``: what its rescaling multiplies,
       as ``scaled_sum``.
     - ``left_out``: parts that the merge leaves out, "first" or "last"; ``in_sum``, ``in_output``: of what.
+    - ``all_sinks``: each part begins with the sinks, not the first alone.
     - ``start``, ``stop``: keys by which each part begins or ends later; it stays within the sequence.
     """
 
@@ -94,6 +95,7 @@ class SoftmaxLaw:
     left_out: str = ""
     in_sum: bool = True
     in_output: bool = True
+    all_sinks: bool = False
     start: int = 0
     stop: int = 0
 
@@ -150,7 +152,7 @@ class SoftmaxLaw:
         end, holds what is added to each element of the output.
         """
         found = [
-            _Part.of(self, scores, tiles, sinks if i == 0 else None, stops)
+            _Part.of(self, scores, tiles, sinks if i == 0 or self.all_sinks else None, stops)
             for i, tiles in enumerate(self._moved(parts, scores.shape[-1]))
         ]
         lost = scale if self.unscaled else 1.0
@@ -625,6 +627,7 @@ _MERGES: dict[str, SoftmaxLaw] = {
 }
 _AT_ONCE: dict[str, SoftmaxLaw] = {
     "each part stores its log-sum-exp in place of its maximum": SoftmaxLaw(max_plus_log=1.0),
+    "the sinks count in each part": SoftmaxLaw(all_sinks=True),
 }
 _RUNNING: dict[str, SoftmaxLaw] = {
     "exp2 is used instead of exp in the weight of the part that is added": SoftmaxLaw(
@@ -657,6 +660,7 @@ def softmax_defects(problem: Problem) -> list[Defect]:
         )
         for division in divisions(problem)
         for text, law in _rules(division)
+        if problem.call.sinks is not None or not law.all_sinks
     ]
 
 

@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.errors import AttnLabError, KernelFailed, Unavailable
 from attnlab.kernels.child_process import fork
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import (
@@ -58,7 +58,16 @@ from attnlab.kernels.triton.launch_plan import (
 from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep, using_lockstep
 from attnlab.kernels.triton.patches import is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
-from attnlab.kernels.triton.run_log import Accesses, Launch, Memory, RunLog, Trace, limited
+from attnlab.kernels.triton.run_log import (
+    Accesses,
+    Launch,
+    Memory,
+    RunLog,
+    TooLong,
+    Trace,
+    limited,
+    rerun_budget,
+)
 
 # The versions of Triton and NumPy with which the lab's interpreter layer is tested.
 #
@@ -314,8 +323,6 @@ def load_triton(interpret: bool) -> Any:
 
 def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any) -> None:
     """Run a kernel's programs, in one or several processes, according to the current LaunchPlan."""
-    from triton.runtime import interpreter
-
     kernel = function.rewrite()
     names = inspect.signature(kernel).parameters
     arguments = inspect.getcallargs(
@@ -344,6 +351,38 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     if probe is not None:
         plan = replace(plan, processes=1)
         plan.observed.budget = probe.budget
+    with _rerun_limited(plan.observed, name):
+        _launch(function, kernel, arguments, converted, programs, sizes, plan)
+
+
+@contextmanager
+def _rerun_limited(observed: RunLog, kernel: str) -> Iterator[None]:
+    """Raise KernelFailed in the block when a rerun takes longer than it may."""
+    if observed.budget is not None or (budget := rerun_budget()) is None:
+        yield
+        return
+    observed.budget = budget
+    try:
+        yield
+    except TooLong:
+        raise KernelFailed(f"{kernel} does not end in {budget.seconds:.3g} s") from None
+    finally:
+        observed.budget = None
+
+
+def _launch(
+    function: Any,
+    kernel: Any,
+    arguments: dict[str, Any],
+    converted: dict[str, Any],
+    programs: list[Program],
+    sizes: Program,
+    plan: LaunchPlan,
+) -> None:
+    """Run programs together if possible, else one after another, in one or several processes."""
+    from triton.runtime import interpreter
+
+    probe = current_probe()
     if (
         (probe is None or not probe.records)
         and is_lockstep()
@@ -426,6 +465,7 @@ def prepared(
     ):
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns for an all-NaN slice
         warnings.filterwarnings("ignore", "tl.where with a non-boolean condition", UserWarning)
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         yield
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton.run_log import Memory, RunLog, values_outside
+from attnlab.kernels.triton.run_log import Memory, RunLog, counting, iterated, values_outside
 
 # bfloat16 for Triton's interpreter, whose own computes with the raw bits of bfloat16 numbers.
 #
@@ -120,7 +120,11 @@ def _converter(convert: Any, ir: Any) -> Any:
 # first block and returns one of the two, so that half of a mask is lost. The rewriter of Triton 3.6 to 3.8
 # does not visit the value of an assignment; this one does.
 
+#
+# A loop counts its iterations, so that one without any operation can be stopped.
+
 AND_CALL, OR_CALL, CHAIN_CALL = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
+FOR_CALL, WHILE_CALL = "__attnlab_for__", "__attnlab_while__"
 
 
 def with_bool_ops(rewriter: Any) -> None:
@@ -154,6 +158,16 @@ def with_bool_ops(rewriter: Any) -> None:
             call = ast.Call(func=ast.Name(CHAIN_CALL, ast.Load()), args=parts, keywords=[])
             return ast.copy_location(call, node)
 
+        def visit_For(self, node: ast.For) -> ast.AST:
+            self.generic_visit(node)
+            node.iter = _call_of(FOR_CALL, node.iter)
+            return node
+
+        def visit_While(self, node: ast.While) -> ast.AST:
+            self.generic_visit(node)
+            node.test = _call_of(WHILE_CALL, node.test)
+            return node
+
         def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
             self.generic_visit(node)
             name = AND_CALL if isinstance(node.op, ast.And) else OR_CALL
@@ -164,6 +178,15 @@ def with_bool_ops(rewriter: Any) -> None:
 
     rewriter.ast_transformer = Transformer()
     rewriter.fn.__globals__.update({AND_CALL: _all, OR_CALL: _any, CHAIN_CALL: _chain})
+    counted = functools.partial(
+        map, iterated
+    )  # no frame of its own, in which an error would be raised
+    rewriter.fn.__globals__.update({FOR_CALL: counted, WHILE_CALL: iterated})
+
+
+def _call_of(name: str, argument: ast.expr) -> ast.expr:
+    call = ast.Call(func=ast.Name(name, ast.Load()), args=[argument], keywords=[])
+    return ast.copy_location(call, argument)
 
 
 def _arguments(names: list[ast.arg]) -> ast.arguments:
@@ -509,7 +532,8 @@ def language(
         if extension is not None:
             extension.patch_builder(scope)
         scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
-        yield
+        with counting(observed):
+            yield
     finally:
         for scope in reversed(scopes.values()):
             scope.restore()

@@ -28,9 +28,9 @@ from attnlab.tensors.call import KernelCall
 
 # Limits of an interpreted run: operations of the interpreter, and seconds of processor time.
 #
-# A trial edit can loop for ever, with or without an access to memory. Operations are counted, so that the
-# same edits are stopped on every machine. A loop without an operation is stopped by a timer, where there is
-# one.
+# A trial edit can loop for ever, with or without an access to memory. Operations and iterations of loops are
+# counted, so that the same edits are stopped on every machine. What is left, such as one long operation, is
+# stopped by a timer, where there is one.
 
 _OFTEN = 64  # operations between two looks at the clock
 _AGAIN_S = 0.05  # until the timer interrupts again what it could not interrupt
@@ -64,6 +64,53 @@ class Budget:
         self.operations -= 1
         if self.operations < 0 or (not self.operations % _OFTEN and self.left_s < 0):
             raise TooLong
+
+
+_RUNNING: list["Counter"] = []  # the logs of the launches that run, the innermost last
+_RERUN_S: ContextVar[float] = ContextVar("rerun_s", default=math.inf)
+
+
+class Counter(Protocol):
+    """Counts the operations of a launch."""
+
+    def operated(self) -> None:
+        """Count one operation."""
+
+
+@contextmanager
+def counting(log: Counter) -> Iterator[None]:
+    """Count the iterations of loops inside the block as operations of a log."""
+    _RUNNING.append(log)
+    try:
+        yield
+    finally:
+        _RUNNING.pop()
+
+
+def iterated(value: Any = None) -> Any:
+    """Count an iteration of a kernel's loop; return the value."""
+    if _RUNNING:
+        _RUNNING[-1].operated()
+    return value
+
+
+@contextmanager
+def limiting_reruns(seconds: float) -> Iterator[None]:
+    """Let the launches of a call take so much processor time inside the block; else the call fails.
+
+    A kernel that ends for one call may loop for ever for a call with other lengths.
+    """
+    token = _RERUN_S.set(seconds)
+    try:
+        yield
+    finally:
+        _RERUN_S.reset(token)
+
+
+def rerun_budget() -> Budget | None:
+    """Return what the launches of a call may use by :func:`limiting_reruns`, or None for no limit."""
+    seconds = _RERUN_S.get()
+    return None if seconds == math.inf else Budget(operations=sys.maxsize, seconds=seconds)
 
 
 @contextmanager

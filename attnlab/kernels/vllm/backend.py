@@ -282,13 +282,6 @@ class VllmBackend(Backend):
         source = () if self.path is None else ("--source", str(self.path))
         return (*source, "--device", self.device)
 
-    def prepare(self, cases: Sequence[Case]) -> None:
-        """Compile the kernels of the Cases in parallel, on a GPU. A failure shows in the run."""
-        if self.device == "cuda":
-            from attnlab.kernels.vllm.precompile import precompile  # it imports this module
-
-            precompile(cases, self.source)
-
     @property
     def is_deterministic(self) -> bool:
         """Answer whether Triton's interpreter runs the kernels, one program after another."""
@@ -331,7 +324,7 @@ class VllmBackend(Backend):
     def not_applicable(self, op: str) -> list[str]:
         return not_applicable(self.source, op)
 
-    def missing_scales(self, case: Case) -> tuple[str, ...]:
+    def missing_scales(self, case: Case) -> dict[str, tuple[str, ...]]:
         return missing_scales(self.source, case)
 
     def text(self, kernels: Sequence[str], target: Target) -> str:

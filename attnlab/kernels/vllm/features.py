@@ -400,16 +400,26 @@ def _lack(needs: Needs | None, own: Collection[str], inside: Collection[str] | N
     return next((f"no {name} inside" for name in absent), "")
 
 
-def missing_scales(source: Source, case: Case) -> tuple[str, ...]:
-    """Return the scales of an FP8 cache for which the op of a Case has no argument."""
+def missing_scales(source: Source, case: Case) -> dict[str, tuple[str, ...]]:
+    """Return what the op gets without its scales, with the arguments for them that it lacks."""
     op = case.spec
-    if not case.is_fp8 or op.k_scale is None or op.cache_layout is None:
-        return ()
     needs = FEATURES.get(("op_argument", case.op_argument), {}).get(case.op)
     called = needs.function if needs is not None else None
     found = _signature(source, *(called or (op.module, op.function)))
-    scales = (op.k_scale, op.k_scale.replace("k_", "v_"))
-    return () if found is None else tuple(name for name in scales if name not in found.own)
+    if found is None:
+        return {}
+    scales = dict[str, tuple[str, ...]]()
+    if case.is_fp8 and op.k_scale is not None and op.cache_layout is not None:
+        scales["FP8 cache"] = (op.k_scale, op.k_scale.replace("k_", "v_"))
+    if case.op_argument == "fp8_query":
+        scales["FP8 query"] = ("q_descale",)
+    elif case.argument.cache is not None and called is None:
+        scales[f"{case.argument.cache.numbers} cache"] = ("k_scale_cache", "v_scale_cache")
+    absent = {
+        what: tuple(name for name in names if name not in found.own)
+        for what, names in scales.items()
+    }
+    return {what: names for what, names in absent.items() if names}
 
 
 def _used(case: Case) -> Iterator[tuple[str, Any]]:

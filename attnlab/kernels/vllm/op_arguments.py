@@ -1,7 +1,6 @@
 """How the op argument of a Case is passed (:mod:`attnlab.case.op_arguments`)."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPP
 from attnlab.kernels.model import written_cache
 from attnlab.kernels.vllm.features import DIFFKV, WRITE_DIFFKV, WRITE_SCALED, check_argument
 from attnlab.kernels.vllm.loader import Loader
-from attnlab.tensors.cache import interleaved, untouched
+from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.quantised import (
     OUTPUT_SCALE,
@@ -31,7 +30,6 @@ from attnlab.tensors.quantised import (
 # The kernels get the strides of some dimensions. They take the others from the shape, so these must be
 # those of a contiguous tensor (vLLM 0.11.2 and 0.33.0).
 
-FAR = 2**31
 # By op and parameter: the dimensions whose stride the kernels use are those before this one.
 USED_STRIDES: dict[str, dict[str, int]] = {
     WRAPPER: {
@@ -72,37 +70,6 @@ def with_gaps(tensor: torch.Tensor, used: int) -> torch.Tensor:
     return part.copy_(tensor)
 
 
-def far_apart(tensor: torch.Tensor, steps: int = 0) -> torch.Tensor:
-    """Return a copy of a tensor with its rows so far apart that ``steps`` of them are beyond 2^31 elements.
-
-    ``steps``: default all but the first. It takes little memory on a CPU. Raises Unavailable if the
-    address space is not available.
-    """
-    steps = max(1, steps or tensor.shape[0] - 1)
-    row = tensor[0].numel()
-    stride = max(row, -(-(FAR + 64) // steps))
-    stride += -stride % 64
-    buffer = untouched((stride * (tensor.shape[0] - 1) + row,), tensor.dtype, tensor.device)
-    inner = [math.prod(tensor.shape[i + 1 :]) for i in range(1, tensor.dim())]
-    return buffer.as_strided(tensor.shape, (stride, *inner)).copy_(tensor)
-
-
-def far_dim(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a copy of a tensor whose last index of a dimension is beyond 2^31 elements."""
-    return far_apart(tensor.movedim(dim, 0)).movedim(0, dim)
-
-
-def far_heads(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return a copy of a tensor [tokens, heads, head_size] with its heads far apart.
-
-    The last token, or with ``dim`` 1 the last head of a token, is beyond 2^31 elements. merge_attn_states
-    computes the stride of a token from that of a head.
-    """
-    tokens, heads, _ = tensor.shape
-    rows = far_apart(tensor.flatten(0, 1), heads - 1 if dim else (tokens - 1) * heads)
-    return rows.view(tokens, heads, -1)
-
-
 def with_padded_heads(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor [tokens, heads, head_size] in which NaN follows each head.
 
@@ -112,14 +79,13 @@ def with_padded_heads(tensor: torch.Tensor) -> torch.Tensor:
     return padded[..., : tensor.shape[2]].copy_(tensor)
 
 
-# Facts about the arguments of an op's call: values, dtypes, strides, and how far offsets reach.
+# Facts about the arguments of an op's call: values, dtypes and strides.
 #
 # A fact is a short text, so that the facts of many cases can be joined:
 #
 # - of a number, a text or None: "value X";
-# - of a tensor: "dtype D"; for each dimension with more than one index "dim I", "stride I" if its stride
-#   is not
-#   that of a contiguous tensor of this shape, and "far I" if its largest index times its stride exceeds 2^31.
+# - of a tensor: "dtype D"; for each dimension with more than one index "dim I", and "stride I" if its stride
+#   is not that of a contiguous tensor of this shape.
 
 _LONGEST = 40
 
@@ -149,7 +115,6 @@ def _facts(value: Any) -> Iterator[str]:
         if size > 1:
             yield f"dim {dim}"
             yield from [f"stride {dim}"] * (stride != contiguous)
-            yield from [f"far {dim}"] * ((size - 1) * stride > 2**31)
         contiguous *= size
 
 
@@ -195,20 +160,18 @@ VALUE_SCALE = "value_scale"  # what values are stored with, or None for the scal
 
 
 def scaled_cache(case: Case, given: Arguments) -> Arguments:
-    """Pass a quantised cache, with NaN as the scales of empty slots.
-
-    Scale caches have gaps, or a dimension that is far apart.
-    """
+    """Pass a quantised cache, with NaN as the scales of empty slots; scale caches have gaps."""
     cache = case.argument.cache
     assert cache is not None
     changed: Arguments = {"kv_quant_mode": cache.mode}
-    for name, dim in zip(("k", "v"), cache.far_dims, strict=True):
+    halves = ("k_buffer", "v_buffer") if "k_buffer" in given else ("k", "v")
+    for half, name in zip(halves, ("k", "v"), strict=True):
         # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
         chosen = given.get(VALUE_SCALE) if name == "v" else None
-        stored, scale = stored_numbers(case, given[name].cpu(), chosen)
-        scale = scale.to(given[name].device)
-        scales = with_gaps(scale, scale.dim()) if dim is None else far_dim(scale, dim)
-        changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}
+        stored, scale = stored_numbers(case, given[half].cpu(), chosen)
+        scale = scale.to(given[half].device)
+        scales = with_gaps(scale, scale.dim())
+        changed |= {half: stored.to(given[half].device), f"{name}_scale_cache": scales}
     return changed
 
 
@@ -330,9 +293,16 @@ def pass_argument(
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
+    """Pass the query in FP8; of an op without a cache, key and value, too."""
     format = FORMATS[case.machine.fp8_e4m3]
-    query = format.encode(given["q"], QUERY_SCALE).view(format.dtype)
-    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE], device=query.device)}
+    names = ("query", "q") if case.spec.cache_layout is not None else ("q", "k", "v")
+    changed: Arguments = {
+        name: format.encode(given[name], QUERY_SCALE).view(format.dtype)
+        for name in names
+        if name in given
+    }
+    scale = torch.tensor([QUERY_SCALE], device=next(iter(changed.values())).device)
+    return {**changed, "q_descale": scale}
 
 
 def _fp8_output(case: Case, given: Arguments) -> Passed:
@@ -383,20 +353,12 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
 
 
 def _other_strides(case: Case, given: Arguments) -> Passed:
-    """Pass tensors with gaps, or with a dimension far apart; :attr:`Passed.finish` reads the result from
-    them."""
-    changed: Arguments = {}
-    dim = case.argument.far_dim
-    for name, used in USED_STRIDES[case.op].items():
-        tensor = given.get(name)
-        if not isinstance(tensor, torch.Tensor) or (dim or 0) >= used:
-            continue
-        if dim is None:
-            changed[name] = with_gaps(tensor, used)
-        elif case.op == MERGE and tensor.dim() == 3:
-            changed[name] = far_heads(tensor, dim)
-        else:
-            changed[name] = far_dim(tensor, dim)
+    """Pass tensors with gaps; :attr:`Passed.finish` reads the result from them."""
+    changed: Arguments = {
+        name: with_gaps(given[name], used)
+        for name, used in USED_STRIDES[case.op].items()
+        if isinstance(given.get(name), torch.Tensor)
+    }
     found = {**given, **changed}
 
     def finish(output: torch.Tensor) -> None:
@@ -453,7 +415,7 @@ def _head_major(case: Case, given: Arguments) -> Passed:
     split = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
     turned = value.permute(0, 2, 3, 1).contiguous()
     turned = interleaved(turned) if is_packed else turned
-    turned = with_gaps(turned, 1) if _has_far_values(case) else turned
+    turned = with_gaps(turned, 1) if _has_spaced_values(case) else turned
     changed = {"key_cache": split, "value_cache": turned}
 
     def finish(output: torch.Tensor) -> None:
@@ -465,11 +427,11 @@ def _head_major(case: Case, given: Arguments) -> Passed:
     return Passed(arguments={**given, **changed, **packs}, finish=finish)
 
 
-def _has_far_values(case: Case) -> bool:
-    return case.op_argument.endswith("far_values")
+def _has_spaced_values(case: Case) -> bool:
+    return case.op_argument.endswith("spaced_values")
 
 
-def _far_values(case: Case, given: Arguments) -> Passed:
+def _spaced_values(case: Case, given: Arguments) -> Passed:
     """Pass a value cache whose blocks are farther apart than those of the key cache."""
     key, value = given["key_cache"], with_gaps(given["value_cache"], 1)
 
@@ -517,13 +479,12 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     },
     "gaps": _other_strides,
     "padded_heads": _padded_heads,
-    **{name: _other_strides for name, one in OP_ARGUMENTS.items() if one.far_dim is not None},
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,
     "byte_cache": _byte_cache,
     "named_cache_dtype": lambda case, given: {"kv_cache_dtype": "bfloat16"},
-    "far_values": _far_values,
+    "spaced_values": _spaced_values,
     **{
         name: _head_major
         for name in OP_ARGUMENTS

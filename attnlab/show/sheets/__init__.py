@@ -40,6 +40,7 @@ SHEETS: dict[str, str] = {
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.horizon.survey.Survey": "attnlab.show.sheets.conclusions.survey",
     "attnlab.checker.releases.ReleaseTable": "attnlab.show.sheets.conclusions.release_table",
     "attnlab.replay.replay_call.Replays": "attnlab.replay.sheets.replays",
     "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",

@@ -1,7 +1,8 @@
-"""Sheets of conclusions: Diagnosis, MutationReport, and the findings of ``attnlab check``."""
+"""Sheets of conclusions: Diagnosis, MutationReport, the findings of ``attnlab check``, and horizons."""
 
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.show.sheets.sheet import (
     Cell,
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
     from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
+    from attnlab.horizon.deployment import Deployment
+    from attnlab.horizon.survey import Row as Horizon
+    from attnlab.horizon.survey import Survey
     from attnlab.lab.writes import WriteReport
     from attnlab.mla.run import MlaReport, MlaResult
     from attnlab.mutation.power import MutationReport
@@ -122,12 +126,12 @@ def finding(one: "Finding") -> Sheet:
                 ("diagnosis", one.title),
                 *(("source", line.text) for line in one.lines),
                 ("evidence", one.evidence),
-                ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
+                ("seen in", one.seen_in()),
             ]
         ),
-        Command(one.command, "smallest case"),
+        Command(one.command, "horizon" if one.horizon else "smallest case"),
         tone="bad" if one.is_fault else "warn",
-        line=f"{one.op}: {one.kind}, {one.diagnosis}",
+        line=f"{one.op}: {one.kind}, {one.title}",
     )
 
 
@@ -145,7 +149,7 @@ def report(one: "Report") -> Sheet:
     for title, found in (("findings", new), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
-            parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
+            parts += [Command(each.command, f"{each.op}: {each.title}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
@@ -209,7 +213,7 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
             one.op,
             one.kind,
             one.title,
-            one.seen,
+            "" if one.horizon else one.seen,
             one.evidence,
         ]
         for one in found
@@ -432,3 +436,79 @@ def mla_report(one: "MlaReport") -> Sheet:
         tone=tone,
         name="MlaReport",
     )
+
+
+# Sheet of the int32 horizons of a source.
+
+_MOST_SIZES = 6  # in a row
+
+
+def survey(one: "Survey") -> Sheet:
+    """Return the horizons of described launches, those of assumed ones, and what did not run."""
+    described = [row for row in one.rows if row.is_described]
+    assumed = [row for row in one.rows if not row.is_described]
+    ran = len(one.kernels) - len(one.not_run)
+    summary = f"{ran} of {len(one.kernels)} kernels ran, {len(one.rows)} horizons"
+    if one.deployment is not None:
+        summary += f", {len(one.reached)} reached by {one.deployment.name}"
+    missing = [[f"{k.file}:{k.line}", k.kernel, k.why] for k in one.not_run]
+    missing += [[file, "", why] for file, why in one.broken.items()]
+    part: Part | None = None
+    if described:
+        part = _horizon_grid("launches as the library makes them", described, one.deployment)
+    elif any(each.is_described for each in one.kernels):
+        text = "launches as the library makes them: no access uses a wrapped value"
+        part = Lines([Words(text, "good")])
+    return Sheet.of(
+        "Horizon",
+        summary,
+        Facts(_survey_facts(one)),
+        part,
+        _horizon_grid("launches that attnlab assumes", assumed, None) if assumed else None,
+        Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8)
+        if missing
+        else None,
+        tone="bad" if one.reached else "warn" if one.exit_code else "good",
+        name="Survey",
+    )
+
+
+def _survey_facts(one: "Survey") -> list[tuple[str, str]]:
+    facts = [("source", one.source), ("processor time", f"{one.seconds:.0f} s")]
+    if one.deployment is not None:
+        limits = ", ".join(f"{name} {value:,}" for name, value in one.deployment.limits.items())
+        facts.append(("deployment", f"{one.deployment.name}: {limits}"))
+    proof = "each size was run, and the size before it; others are as in the column 'with'"
+    return [*facts, ("proof", proof)]
+
+
+def _horizon_grid(title: str, rows: "list[Horizon]", deployment: "Deployment | None") -> Grid:
+    columns = ["kernel, line", "expression", "wrong from", "with", "effect"]
+    cells: list[list[Any]] = []
+    for row in rows:
+        one = row.statement
+        begin = f"{one.size} {one.wrong_at:,}"
+        if one.wraps_at != one.wrong_at:
+            begin += f" (wraps, but masked, from {one.wraps_at:,})"
+        named = one.sizes
+        if deployment is None and len(named) > _MOST_SIZES:
+            named = {n: v for n, v in named.items() if re.search(rf"\b{n}\b", one.site.text)}
+        others = (
+            ", ".join(f"{name} {value:,}" for name, value in named.items())
+            or "--json has the others"
+        )
+        more = f" and {row.also} more" if row.also else ""
+        name = f"{row.kernel.kernel} {one.site.place}"
+        cells.append([name, Words(one.site.text + more, code=True), begin, others, one.effect])
+        if deployment is not None:
+            cells[-1].append(_reached(row))
+    if deployment is not None:
+        columns.append("reached")
+    return Grid(columns, cells, title=title, most=20)
+
+
+def _reached(row: "Horizon") -> Words:
+    if row.margin is None:
+        return Words("size not in the deployment", "quiet")
+    text = f"{'yes' if row.is_reached else 'no'}: {row.margin:.2g} times {row.limits[row.statement.size]:,}"
+    return Words(text, "bad" if row.is_reached else "good")

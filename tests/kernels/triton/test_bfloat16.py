@@ -2,20 +2,24 @@
 
 import dataclasses
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.saved_calls import call_of
 from helpers.sources import of_release
+from helpers.triton_example import planted
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall, Unavailable
+from attnlab.case.errors import Unavailable
 from attnlab.checker.case_check import case_verdict
 from attnlab.checker.case_run import lab_of
 from attnlab.checker.check import backend_of
 from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.kernels import find_backend
 from attnlab.kernels.triton import interpreter, patches
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.lab.lab import Lab
 from attnlab.tensors.call import STOCK_BFLOAT16
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
@@ -156,5 +160,20 @@ def test_a_call_of_the_stock_interpreter_is_not_decided() -> None:
     """A diagnosis of its output would accuse the kernel; one of another output is possible."""
     call = call_of()
     origin = dataclasses.replace(call.origin, backend=STOCK_BFLOAT16)
-    with pytest.raises(InvalidCall, match="not decided: bfloat16 under Triton's interpreter"):
-        diagnose_captured(dataclasses.replace(call, origin=origin), Case())
+    found = diagnose_captured(dataclasses.replace(call, origin=origin), Case())
+    assert found.status == "not decided"
+    assert found.sentences()[0].startswith("not decided: bfloat16 under Triton's interpreter")
+
+
+def test_a_call_of_the_stock_interpreter_is_diagnosed_with_its_kernel(tmp_path: Path) -> None:
+    """attnlab's interpreter computes the output anew, right or wrong."""
+    for new in ("first // BLOCK).to", "first % BLOCK).to"):
+        case, _ = planted(tmp_path, "first // BLOCK).to", new)
+        call = Lab().call(
+            case.replace(dtype="bfloat16", query_lens=(1, 2), ctx_lens=(40, 9), num_blocks=None)
+        )
+        origin = dataclasses.replace(call.origin, backend=STOCK_BFLOAT16)
+        call = dataclasses.replace(call, origin=origin)
+        found = diagnose_captured(call, Case(), runner=find_backend(case.backend), limit=None)
+        assert found.is_wrong == ("%" in new)
+        assert found.unknown[-1].startswith("the recorded output: bfloat16 under Triton's")

@@ -8,11 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from attnlab.case.errors import KernelFailed
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.kernels.triton.lockstep.launch import using_lockstep
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.replay import Replay
-from attnlab.kernels.triton.run_log import Budget, TooLong, limited
+from attnlab.kernels.triton.run_log import Budget, TooLong, limited, limiting_reruns
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:
@@ -53,15 +55,18 @@ def test_a_loop_without_an_access_to_memory_is_stopped(kernel: str, number: int)
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
-def test_operations_are_stopped_in_every_thread() -> None:
-    """Only the main thread has a timer; the count of operations needs none."""
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize(("kernel", "number"), [("endless", 0), ("idle", 1 << 60)])
+def test_operations_are_stopped_in_every_thread(kernel: str, number: int, lockstep: bool) -> None:
+    """Only the main thread has a timer; the count of operations and of iterations needs none."""
     found: list[str] = []
+    name = {"endless": "STEP", "idle": "TIMES"}[kernel]
 
     def work() -> None:
         budget = Budget(operations=5000, seconds=60.0)
         try:
-            with probing(Probe(budget=budget)), launching(LaunchPlan()):
-                endless[(1,)](OUT, STEP=0)
+            with probing(Probe(budget=budget)), using_lockstep(lockstep), launching(LaunchPlan()):
+                globals()[kernel][(1,)](OUT, **{name: number})
         except TooLong:
             found.append("stopped")
 
@@ -69,6 +74,14 @@ def test_operations_are_stopped_in_every_thread() -> None:
     thread.start()
     thread.join(60)
     assert found == ["stopped"]
+
+
+def test_a_rerun_that_does_not_end_fails() -> None:
+    """A kernel may loop for ever in a further case; then that case is left out."""
+    with limiting_reruns(0.3), launching(LaunchPlan()):
+        idle[(1,)](OUT, TIMES=3)
+        with pytest.raises(KernelFailed, match=r"idle does not end in 0\.3 s"):
+            idle[(1,)](OUT, TIMES=1 << 60)
 
 
 def test_a_replay_of_an_edited_kernel_is_stopped() -> None:

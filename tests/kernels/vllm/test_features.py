@@ -128,11 +128,20 @@ def test_scales_without_an_argument(tmp_path):
     op = "def unified_attention(q, k, v, out{more}):\n    pass\n"
     source = made(tmp_path / "a", triton_unified_attention=op.format(more=""))
     case = case_of(UNIFIED, kv_cache_dtype="fp8", k_scale=0.5, v_scale=2.0)
-    assert missing_scales(source, case) == ("k_descale", "v_descale")
-    assert missing_scales(source, case.replace(kv_cache_dtype="auto", k_scale=1, v_scale=1)) == ()
+    assert missing_scales(source, case) == {"FP8 cache": ("k_descale", "v_descale")}
+    plain = case.replace(kv_cache_dtype="auto", k_scale=1, v_scale=1)
+    assert missing_scales(source, plain) == {}
     more = ", k_descale, v_descale"
     whole = made(tmp_path / "b", triton_unified_attention=op.format(more=more))
-    assert missing_scales(whole, case) == ()
+    assert missing_scales(whole, case) == {}
+    query = case.replace(op_argument="fp8_query")
+    assert missing_scales(whole, query) == {"FP8 query": ("q_descale",)}
+    scales = {"int8 cache": ("k_scale_cache", "v_scale_cache")}
+    assert missing_scales(whole, plain.replace(op_argument="int8_per_token_head")) == scales
+    more = ", k_descale, v_descale, q_descale, k_scale_cache, v_scale_cache"
+    every = made(tmp_path / "c", triton_unified_attention=op.format(more=more))
+    assert missing_scales(every, query) == {}
+    assert missing_scales(every, plain.replace(op_argument="int8_per_token_head")) == {}
 
 
 def test_every_mask_and_argument_states_what_it_needs():
@@ -144,12 +153,11 @@ def test_every_mask_and_argument_states_what_it_needs():
         "flat_buffers",
         "latent_cache",
         "padded_tokens",
-        "far_values",
+        "spaced_values",
     }
     formats = {"fp8_tokens", "byte_cache", "named_cache_dtype"}
     stated = {value for field, value in FEATURES if field == "op_argument"}
-    rest = {name for name in OP_ARGUMENTS if not name.startswith("far_") or name == "far_values"}
-    assert rest - stated == layouts | formats
+    assert OP_ARGUMENTS.keys() - stated == layouts | formats
     assert NONE not in stated
     for by_op in FEATURES.values():
         assert set(by_op) <= set(TRITON_OPS)

@@ -26,14 +26,10 @@ from attnlab.tensors.formats import int4_scale, pack_int4, rotate, rotate_back, 
 
 EACH = 3
 
-# Faults of unified_attention in 0.33.0: NaN after the end of a sequence is multiplied by 0, and products of a
-# stride and an index overflow int32.
+# Faults of unified_attention in 0.33.0: NaN after the end of a sequence is multiplied by 0.
 # INT4 attention does not get the arguments of three masks, which unified_attention accepts.
 KNOWN = {
-    *(
-        (name, CAUSAL)
-        for name in ("tensor_descriptors", "far_dim_3", "int8_far_slots_per_token_head")
-    ),
+    ("tensor_descriptors", CAUSAL),
     ("int8_per_token_head", CAUSAL),  # scales of values that the window hides are read
     *(
         ("int4_per_token_head", mask)
@@ -49,8 +45,6 @@ NEUTRAL = {
     *("tensor_descriptors", "block_pointers", "flat_buffers", "head_major", "head_major_packed"),
     *(
         "gaps",
-        "far_rows",
-        *(f"far_dim_{dim}" for dim in range(1, 5)),
         "default_scales",
         "no_lse",
         "short_scratch",

@@ -205,7 +205,6 @@ def printed(noun: Shown, width: int = 200) -> str:
 
 
 OWN = {  # nouns with a method `sheet`
-    "attnlab.horizon.survey.Survey",
     "attnlab.reports.notebook_result.Results",
     "attnlab.show.notebook.Verdict",
     "attnlab.show.notebook.Verdicts",

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from attnlab.kernels.triton.run_log import Budget, TooLong
+from attnlab.kernels.triton.run_log import Budget, TooLong, iterated
 
 _MOST_STEPS = 1 << 20  # iterations of a while loop
 _SMALL = 1 << 30  # loop variables below it stay far from the end of int32
@@ -539,7 +539,7 @@ def loop(items: Any, masks: bool, any_begin: bool, marks: Marks | None = None) -
         if marks and not entered:
             marks[0](f"{marks[1]}+")
         entered = True
-        yield item
+        yield iterated(item)
     if marks and not entered:
         marks[0](f"{marks[1]}-")
 
@@ -594,7 +594,7 @@ class While:
 
     def goes_on(self, test: Any) -> bool:
         """Return whether any program goes on; mask the others off."""
-        batch, found = running(), truth(test)
+        batch, found = running(), truth(iterated(test))
         self._steps += 1
         if self._steps > _MOST_STEPS:
             raise Refused(f"a while loop of more than {_MOST_STEPS} iterations")

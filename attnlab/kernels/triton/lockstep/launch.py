@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -159,8 +158,7 @@ class Together:
         extension = Extension(Operations(interpreter), tensors, interpreter)
         try:
             kernel = Form(self.function).rewrite()
-            with self.prepare(tensors.notes, extension), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            with self.prepare(tensors.notes, extension):
                 self._run_all(Runner(kernel, self.converted, self.programs, interpreter, tensors))
         except (Failed, Refused) as failed:
             tensors.undo()

@@ -1,17 +1,14 @@
-"""The page of a survey: its sheet, and for each kernel a plot of the margin against the context length."""
+"""The pictures of a survey: for each kernel, a plot of the margin against the context length."""
 
 import base64
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnlab.case.output_file import write_text
 from attnlab.horizon.deployment import GPUS, Deployment
 from attnlab.horizon.survey import Row, Survey
-from attnlab.reports.check_pages import check_packages
-from attnlab.reports.pages import render_page
-from attnlab.show.sheets import html
+from attnlab.reports.shared_page import Picture, themed_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +60,7 @@ def plot_margins(
     return ax
 
 
-def _picture(title: str, rows: list[Row], deployment: Deployment, *, is_dark: bool) -> str:
+def _picture(rows: list[Row], deployment: Deployment, *, is_dark: bool) -> str:
     """Return a PNG in base64, "" without lines."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
@@ -74,33 +71,23 @@ def _picture(title: str, rows: list[Row], deployment: Deployment, *, is_dark: bo
     memory = {f"{name} ({gb} GB)": deployment.cache_tokens(gb) for name, gb in GPUS.items()}
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(9, 4.2 + 0.22 * len(lines)), layout="constrained")
-        plot_margins(lines, memory, title=title, ax=figure.add_subplot())
+        plot_margins(lines, memory, ax=figure.add_subplot())
         room = io.BytesIO()
         figure.savefig(room, format="png", dpi=110, transparent=True)
     return base64.b64encode(room.getvalue()).decode()
 
 
-def write_survey(path: Path, one: Survey, command: str) -> None:
-    """Write the page; ``command`` writes it again.
-
-    Raises Unavailable if a package of the page is missing, InvalidCase if the file cannot be written.
-    """
-    check_packages()
+def margin_pictures(one: Survey) -> list[Picture]:
+    """Return a plot for each kernel with a described launch."""
     deployment = one.deployment or Deployment()
     by_kernel: dict[str, list[Row]] = {}
     for row in one.rows:
         if row.kernel.launch is not None and not row.kernel.launch.is_assumed:
-            by_kernel.setdefault(f"{row.kernel.kernel} ({Path(row.kernel.file).name})", []).append(
-                row
-            )
-    plots: list[dict[str, Any]] = []
+            title = f"{row.kernel.kernel} ({Path(row.kernel.file).name})"
+            by_kernel.setdefault(title, []).append(row)
+    found = []
     for title, rows in by_kernel.items():
-        light, dark = (
-            _picture(title, rows, deployment, is_dark=is_dark) for is_dark in (False, True)
-        )
-        if light:
-            plots.append({"title": title, "light": light, "dark": dark})
-    page = render_page(
-        "horizon.html.j2", title="int32 horizon", sheet=html(one), plots=plots, command=command
-    )
-    write_text(path, page)
+        light, dark = (_picture(rows, deployment, is_dark=is_dark) for is_dark in (False, True))
+        alt = f"Margin to the horizon of {title} against the tokens of one sequence"
+        found += [themed_picture(f"Margin of {title}", alt, light, dark)] if light else []
+    return found
