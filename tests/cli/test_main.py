@@ -11,6 +11,7 @@ from helpers.bad_input import CASE_FLAGS, OF_CATALOGUES, OWN_FLAGS, WITH_CASE, r
 from helpers.commands import error_line
 
 from attnlab.case.errors import AttnLabError
+from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.cli import main as command_line
 from attnlab.cli.command import Command
 from attnlab.cli.main import COMMANDS, main
@@ -187,6 +188,14 @@ def test_help_shows_few_flags_and_help_all_every_one(capsys, command):
     assert len(few) <= 12
     assert few <= every
     assert "--json" in few
+
+
+def test_the_help_says_what_each_op_argument_does(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help-all"])
+    text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    for name, one in OP_ARGUMENTS.items():
+        assert f"{name}: {one.summary}" in text
 
 
 def test_flags_of_one_test_of_vllm_have_a_group_of_their_own(capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnlab.cli import run
+from attnlab.cli import command, run
 from attnlab.cli.main import main
 
 ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
@@ -25,3 +25,20 @@ def test_only_a_case_that_is_not_described_is_reduced(argv, heads, monkeypatch, 
     assert main(["run", *argv]) == 0
     assert ran[0].num_heads == heads
     assert ("--full runs the size of the test" in capsys.readouterr().err) == (heads == 8)
+
+
+SMALL = ("--num-heads", "2", "--query-lens", "3,1", "--ctx-lens", "4,5")
+
+
+@pytest.mark.parametrize("name", ["run", "diagnose"])
+@pytest.mark.parametrize(
+    ("machine", "flags", "is_assumed"),
+    [(None, (), True), ("sm_90", (), False), (None, ("--platform", "sm_90"), False)],
+)
+def test_the_first_line_says_that_a_platform_is_assumed(
+    name, machine, flags, is_assumed, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "machine_platform", lambda: machine)
+    assert main([name, *SMALL, *flags]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith("; platform gfx942 is assumed") == is_assumed

@@ -1,5 +1,6 @@
 """Contents of tensors, batches and violations in a sheet."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -12,8 +13,10 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.contracts.violations import Violation, Violations
 from attnlab.lab.lab import Lab
-from attnlab.show.sheets import html, line, plain
+from attnlab.show.sheets import html, line, plain, sheet_of
 from attnlab.show.sheets.results import contents
+from attnlab.show.sheets.sheet import Grid
+from attnlab.tensors.call import KernelCall
 
 
 def test_a_noun_without_a_sheet_is_an_error() -> None:
@@ -85,3 +88,19 @@ def test_a_noun_is_displayed_without_importing_the_sheets() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert done == "<div  Case(seed=3)\n"
+
+
+def test_placeholders_of_new_tokens_have_no_row() -> None:
+    """An op that reads new tokens from the cache may get none."""
+    case = Case(op="unified_attention", num_heads=2, query_lens=(3, 1), ctx_lens=(4, 5))
+    call = Lab().call(case)
+    assert {"key", "value"} <= names_of_tensors(call)
+    zero = call.query.new_zeros(()).expand(call.key.shape)
+    found = names_of_tensors(dataclasses.replace(call, key=zero, value=zero))
+    assert found == names_of_tensors(call) - {"key", "value"}
+
+
+def names_of_tensors(call: KernelCall) -> set[str]:
+    """Return the tensors in the table of a call."""
+    (grid,) = (part for part in sheet_of(call).parts if isinstance(part, Grid))
+    return {str(row[0]) for row in grid.rows}
