@@ -6,7 +6,18 @@ from helpers.panels import SMALL
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.fields import (
+    ArgumentName,
+    BackendName,
+    Flag,
+    Int,
+    Lens,
+    Maybe,
+    Number,
+    OneOf,
+    Span,
+    Table,
+)
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import explorer
 from attnlab.show.panels.case_panel import MAIN, group_boxes, names_in
@@ -26,6 +37,7 @@ def values_of(name: str) -> list[object]:
     inner = kind.kind if isinstance(kind, Maybe) else kind
     some: list[object] = {
         OneOf: lambda: list(inner.choices),
+        ArgumentName: lambda: list(inner.choices),
         BackendName: lambda: [*inner.choices, "mine.py:fast", "plugin:fast"],
         Flag: lambda: [True, False],
         Int: lambda: [inner.least, inner.least + 7],

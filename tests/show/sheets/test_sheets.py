@@ -205,6 +205,7 @@ def printed(noun: Shown, width: int = 200) -> str:
 
 
 OWN = {  # nouns with a method `sheet`
+    "attnlab.replay.random_comparison.Comparison",
     "attnlab.reports.notebook_result.Results",
     "attnlab.show.notebook.Verdict",
     "attnlab.show.notebook.Verdicts",
