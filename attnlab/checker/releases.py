@@ -485,16 +485,6 @@ class Fault:
             "run": finding.run(self.releases[0]),
         }
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Fault":
-        """Return the fault of :meth:`to_dict`."""
-        names = ("op", "kind", "diagnosis", "names", "description", "evidence", "case")
-        return cls(
-            finding=Finding.from_verdict({name: fields[name] for name in names}),
-            cells=dict(fields["cells"]),
-            native={version: NativeRun(**one) for version, one in fields["native_runs"].items()},
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReleaseTable(Shown):
@@ -536,13 +526,6 @@ class ReleaseTable(Shown):
             "not_run": [dataclasses.asdict(entry) for entry in self.not_run],
             "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
         }
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "ReleaseTable":
-        """Return the table of :meth:`to_dict`."""
-        kept = {f.name: fields[f.name] for f in dataclasses.fields(cls)}
-        lists = {name: [NotRun(**one) for one in fields[name]] for name in ("not_run", "left_out")}
-        return cls(**{**kept, **lists, "faults": [Fault.from_dict(f) for f in fields["faults"]]})
 
 
 # Build the table of releases from the outcomes of the tasks.
