@@ -286,6 +286,28 @@ def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path,
     assert (claim.repair, claim.is_stated) == (replaced, True)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "is_stated"),
+    [
+        ("d * out_dim", "d * query_row", False),
+        ("row * out_row", "row * out_row * 2", True),
+    ],
+)
+def test_a_factor_that_is_left_out_may_stand_for_an_unused_argument(
+    tmp_path, monkeypatch, right, wrong, is_stated
+):
+    """An argument that the kernel does not use, and that is 1 in all calls, may be the right factor."""
+    lab = Lab(device="cpu")
+    place = "place = out + row * out_row + head * out_head + d * out_dim"
+    case, line = planted(tmp_path, place, place.replace(right, wrong))
+    other = case.replace(query_lens=(2,), ctx_lens=(30,), head_size=32, seed=3)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    left = edit_of(lab, case, wrong, wrong.rpartition(" * ")[0])
+    claim = find_claim(lab, case, [left])
+    assert (claim.is_stated, claim.line) == (is_stated, line)
+
+
 def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, monkeypatch):
     """The weights of a tile ignore earlier maxima. So may the new maximum, until an exponential overflows."""
     lab = Lab(device="cpu")

@@ -389,14 +389,19 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
 
     That is a new name of an argument with one value, an expression of arguments alone with one value, or a
     condition that is always true or never: such an edit disables a mask or a branch. In a product with an
-    argument that is always 1, no case separates a new factor from one in place of that argument.
+    argument that is always 1, no case separates a new factor from one in place of that argument, and no case
+    separates a factor that is left out from an argument that the kernel does not use and that is always 1.
     """
     if len(set[bool]().union(*(proof.conditions.get(id(repair), ()) for proof in proofs))) == 1:
         return True
     before, after = (_names(text) for text in (repair.edit.before, repair.edit.after))
+    launches = [values for proof in proofs for values in proof.arguments]
+    if _drops_factor(repair):
+        unused = {name for values in launches for name in values} - _names(repair.text)
+        if any({values.get(name) for values in launches} == {1} for name in unused):
+            return True
     if not after or (after <= before and after & _assigned(repair.text)):
         return False  # nothing is added, and no argument states the value
-    launches = [values for proof in proofs for values in proof.arguments]
     for name in after - before:
         if len({values[name] for values in launches if name in values}) == 1:
             return True
@@ -414,6 +419,14 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
         except Exception:  # an expression of tensors, or a statement
             return False
     return len(results) == 1
+
+
+def _drops_factor(repair: Repair) -> bool:
+    """Answer whether an edit leaves one operand of a product."""
+    given, new = _parsed(repair.edit.before), _parsed(repair.edit.after)
+    if not isinstance(given, ast.BinOp) or not isinstance(given.op, ast.Mult) or new is None:
+        return False
+    return ast.unparse(new) in (ast.unparse(given.left), ast.unparse(given.right))
 
 
 def _factors_at(repair: Repair) -> Iterator[set[str]]:
