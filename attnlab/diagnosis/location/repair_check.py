@@ -392,14 +392,11 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
     argument that is always 1, no case separates a new factor from one in place of that argument, and no case
     separates a factor that is left out from an argument that the kernel does not use and that is always 1.
     """
-    if len(set[bool]().union(*(proof.conditions.get(id(repair), ()) for proof in proofs))) == 1:
+    conditions = set[bool]().union(*(proof.conditions.get(id(repair), ()) for proof in proofs))
+    launches = [values for proof in proofs for values in proof.arguments]
+    if len(conditions) == 1 or _may_lack_argument(repair, launches):
         return True
     before, after = (_names(text) for text in (repair.edit.before, repair.edit.after))
-    launches = [values for proof in proofs for values in proof.arguments]
-    if _drops_factor(repair):
-        unused = {name for values in launches for name in values} - _names(repair.text)
-        if any({values.get(name) for values in launches} == {1} for name in unused):
-            return True
     if not after or (after <= before and after & _assigned(repair.text)):
         return False  # nothing is added, and no argument states the value
     for name in after - before:
@@ -421,12 +418,15 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
     return len(results) == 1
 
 
-def _drops_factor(repair: Repair) -> bool:
-    """Answer whether an edit leaves one operand of a product."""
+def _may_lack_argument(repair: Repair, launches: Sequence[dict[str, Any]]) -> bool:
+    """Answer whether an edit leaves out a factor, while an argument that is always 1 is not used."""
     given, new = _parsed(repair.edit.before), _parsed(repair.edit.after)
     if not isinstance(given, ast.BinOp) or not isinstance(given.op, ast.Mult) or new is None:
         return False
-    return ast.unparse(new) in (ast.unparse(given.left), ast.unparse(given.right))
+    if ast.unparse(new) not in (ast.unparse(given.left), ast.unparse(given.right)):
+        return False
+    unused = {name for values in launches for name in values} - _names(repair.text)
+    return any({values.get(name) for values in launches} == {1} for name in unused)
 
 
 def _factors_at(repair: Repair) -> Iterator[set[str]]:
