@@ -14,12 +14,24 @@ from hypothesis import given, settings
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.fields import (
+    ArgumentName,
+    BackendName,
+    Flag,
+    Int,
+    Lens,
+    Maybe,
+    Number,
+    OneOf,
+    Span,
+    Table,
+)
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
     BackendName: ["nonsense", "", 1, True, None, ["x"], "mine.py", "mine.py:", "plugin:", "a b:c"],
     OneOf: ["nonsense", "", 1, True, None, ["x"], 2.0],
+    ArgumentName: ["nonsense", "", 1, True, None, ["x"], "far_rows", "far_values"],
     Int: [
         True,
         False,
