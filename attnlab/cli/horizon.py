@@ -76,11 +76,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _survey(args: argparse.Namespace, deployment: "Deployment | None") -> "Survey":
-    from attnlab.horizon.launch import read_launches
-    from attnlab.horizon.survey import survey
     from attnlab.kernels.vllm.source import source_path
 
     source = source_path(args.source)
+    from attnlab.horizon.launch import read_launches  # these import torch
+    from attnlab.horizon.survey import survey
+
     launches = [] if args.launch is None else [*read_launches(args.launch).values()]
     with progress("running the kernels") as update:
         return survey(

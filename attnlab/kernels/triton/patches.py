@@ -119,12 +119,11 @@ def _converter(convert: Any, ir: Any) -> Any:
 # Triton's compiler combines blocks element by element. In the interpreter, Python asks for the truth of the
 # first block and returns one of the two, so that half of a mask is lost. The rewriter of Triton 3.6 to 3.8
 # does not visit the value of an assignment; this one does.
-
 #
 # A loop counts its iterations, so that one without any operation can be stopped.
 
 AND_CALL, OR_CALL, CHAIN_CALL = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
-FOR_CALL, WHILE_CALL = "__attnlab_for__", "__attnlab_while__"
+FOR_CALL, WHILE_CALL = "__attnlab_each__", "__attnlab_while__"
 
 
 def with_bool_ops(rewriter: Any) -> None:
@@ -178,10 +177,10 @@ def with_bool_ops(rewriter: Any) -> None:
 
     rewriter.ast_transformer = Transformer()
     rewriter.fn.__globals__.update({AND_CALL: _all, OR_CALL: _any, CHAIN_CALL: _chain})
-    counted = functools.partial(
+    each = functools.partial(
         map, iterated
     )  # no frame of its own, in which an error would be raised
-    rewriter.fn.__globals__.update({FOR_CALL: counted, WHILE_CALL: iterated})
+    rewriter.fn.__globals__.update({FOR_CALL: each, WHILE_CALL: iterated})
 
 
 def _call_of(name: str, argument: ast.expr) -> ast.expr:

@@ -31,6 +31,8 @@ from attnlab.lab.run import stage_table
 from attnlab.lab.writes import WriteCase, WriteReport, WriteResult
 from attnlab.mla.run import MlaReport, VariantResult
 from attnlab.mutation.power import Mutant, MutationReport
+from attnlab.replay.random_comparison import MATCH, Compared, Comparison
+from attnlab.replay.random_comparison import Outcome as Ran
 from attnlab.reports.notebook_result import Change, Outcome, Results
 from attnlab.serving.record import Observation
 from attnlab.serving.report import CaptureReport, Found, ProcessRecord
@@ -180,6 +182,11 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             deployment=PRESETS["phi-4"],
             broken={},
             seconds=1.0,
+        ),
+        Comparison(
+            names=("a <b>", "model"),
+            cases=(Compared(case=case, outcomes=(Ran(status=MATCH), Ran(status=MATCH))),),
+            left_out={"no <op>": 2},
         ),
         outcome.verdicts[0],
         Verdicts(),
