@@ -168,7 +168,8 @@ NO_INTERPRETER = f"needs a GPU or Triton's interpreter: set {VARIABLE}=1 before 
 _NO_LARGE_CACHES = (
     "block offsets beyond 2^31 elements: set large_caches = True on a kernel that copies no cache"
 )
-_LOADED: dict[tuple[str, int], Kernel] = {}  # by name and time of the last change of the file
+# By name, file, and time of its last change: a relative name may be of another file in another folder.
+_LOADED: dict[tuple[str, str | None, int], Kernel] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,9 +327,10 @@ def load_kernel(name: str) -> Kernel:
     else:
         spec, attribute = _file(name)
     changed = Path(spec.origin).stat().st_mtime_ns if spec.origin and spec.has_location else 0
-    if (name, changed) not in _LOADED:
-        _LOADED[name, changed] = _function(spec, attribute)
-    return _LOADED[name, changed]
+    key = (name, spec.origin, changed)
+    if key not in _LOADED:
+        _LOADED[key] = _function(spec, attribute)
+    return _LOADED[key]
 
 
 def entry_points() -> dict[str, str]:

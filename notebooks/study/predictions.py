@@ -20,6 +20,7 @@ from study.broken_kernel import is_available as can_break_kernels
 from study.claims import FAILS, HOLDS, UNDECIDED
 from study.claims.cache import OBSERVED
 from study.claims.cases import decode_at_seed_size, like_the_test, seed_size
+from study.head_tiles import predicted_heads
 from study.mla_chain import predicted_cause
 from study.production import is_available
 
@@ -238,7 +239,16 @@ def predict_chapters() -> dict[str, dict[str, Any]]:
         "09": {"cause": "window_plus_one"},  # the mask admits the key one window away
         "10": {"rule": _predicted_rule()},
         "11": predicted_cause(),
+        "12": {"wrong": _predicted_heads()},
     }
+
+
+def _predicted_heads() -> list[int] | None:
+    """Return the first and the last wrong head of two groups of 20; None without a vLLM to read."""
+    if not can_break_kernels():
+        return None
+    heads = predicted_heads(20)
+    return [heads[0], heads[-1]]
 
 
 def _predicted_rule() -> str | None:

@@ -168,8 +168,8 @@ def test_a_release(source: Source) -> None:
     """The first cases find nothing in 0.33.0; in 0.11.2 the known leak, and FP8 without scales."""
     report = checked(find_backend("vllm", source.path, "cpu"), cases=5)
     assert report.cases_run >= 25
-    findings = {one.kind for one in report.findings}
-    observations = {one.kind for one in report.observations}
+    findings = {one.kind for one in report.findings if not one.horizon}
+    observations = {one.kind for one in report.observations if not one.horizon}
     old = source.rules == "0.11.2"
     assert findings == ({"reads_unwritten_slots", "wrong_output"} if old else set())
     assert observations - {"reads_empty_slots", "out_of_bounds"} == {"reads_outside_window"}

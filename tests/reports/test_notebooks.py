@@ -245,7 +245,7 @@ def test_a_report_is_small_and_names_what_ran(small_run: Path) -> None:
 
 def test_every_notebook_is_run_here() -> None:
     """None is left out of the tests above."""
-    assert {*CASED, *PRODUCTION, KERNEL, EXAMPLE, BROKEN, CHAIN} == {*NOTEBOOKS}
+    assert {*CASED, *PRODUCTION, KERNEL, EXAMPLE, BROKEN, CHAIN, HEADS} == {*NOTEBOOKS}
 
 
 def test_a_wrong_verdict_is_found(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def _converter(convert: Any, ir: Any) -> Any:
 # A loop counts its iterations, so that one without any operation can be stopped.
 
 AND_CALL, OR_CALL, CHAIN_CALL = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
-FOR_CALL, WHILE_CALL = "__attnlab_each__", "__attnlab_while__"
+FOR_CALL, WHILE_CALL = "__attnlab_each__", "__attnlab_test__"
 
 
 def with_bool_ops(rewriter: Any) -> None:
