@@ -1,7 +1,7 @@
 """The int32 horizons of a vLLM's attention ops, as findings and observations of a check.
 
-A finding is a size that one GPU of 288 GB holds beside a model, an observation a larger one. Only kernels
-whose launch is described count; each statement was run at its size, and at the size before it.
+A finding is a size that one GPU of 288 GB holds with the weights of a model, an observation a larger one.
+Only kernels whose launch is described count; each statement was run at its size, and at the size before it.
 """
 
 import dataclasses

@@ -63,7 +63,7 @@ class Picture:
 
 
 def themed_picture(title: str, alt: str, light: str, dark: str) -> Picture:
-    """Return a picture of two PNGs in base64, of which a page shows that of its colours."""
+    """Return a picture of two PNGs in base64: for light and for dark colours of the page."""
     picture = (
         '<picture><source media="(prefers-color-scheme: dark)" '
         f'srcset="data:image/png;base64,{dark}">'
