@@ -30,10 +30,11 @@ from attnlab.case.errors import (
 )
 from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
-from attnlab.case.ops import ENCODER, OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
+from attnlab.case.ops import OPS, RELEASES, TRITON_OPS
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
+from attnlab.kernels.binding import bind, finish, lse_of
 from attnlab.kernels.model import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
@@ -42,6 +43,7 @@ from attnlab.kernels.triton.interpreter import check_installed_pair
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, estimated_s, launching, needed
 from attnlab.kernels.triton.run_log import RunLog, Watched
 from attnlab.kernels.vllm.features import (
+    check_call,
     check_case,
     has_op,
     lacks,
@@ -57,7 +59,6 @@ from attnlab.kernels.vllm.op_arguments import (
     pass_argument,
     with_function,
 )
-from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import presented
@@ -214,8 +215,6 @@ def rocm_decode(
 
 
 ALL = Subset()
-# Ops that write only call.output, which processes can share.
-_ONE_OUTPUT = (WRAPPER, PREFILL, ENCODER)
 _NOTICE_S = 60.0  # announce a run that takes longer
 
 
@@ -398,9 +397,10 @@ def run(
     if is_cpu and moved.output is not output:
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.buffer))
     function = loaded.function(call.op)
-    passed = Passed(arguments=bind(function, moved, target, names_inside(source, call.op)))
+    names = parameters_of(function)
+    check_call(moved, names, names_inside(source, call.op))
+    passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
-        names = parameters_of(function)
         passed = pass_argument(argument_of, passed.arguments, names, value_scale)
         function, passed = with_function(loaded.loader, function, passed)
     if is_measuring():
@@ -411,7 +411,7 @@ def run(
     )
     plan = LaunchPlan(
         needed=lambda kernel, args, program: is_measuring() or needed(kernel, args, program, share),
-        processes=interpreter.cores() if call.op in _ONE_OUTPUT and argument_of is None else 1,
+        processes=interpreter.cores() if len(call.spec.writes) == 1 and argument_of is None else 1,
         on_programs=on_programs,
         watched=Watched.of(moved) if watch else None,
     )
@@ -419,10 +419,10 @@ def run(
         with calling(call.op, source, plan):
             function(**passed.arguments)
             if passed.finish is None:
-                OP_CALLS[call.op].finish(moved, passed.arguments)
+                finish(moved, target, passed.arguments)
             else:
                 passed.finish(moved.buffer)
-            lse = OP_CALLS[call.op].lse(passed.arguments)
+            lse = lse_of(moved, target, passed.arguments)
             plan.observed.lse = None if lse is None else lse.cpu()
     finally:
         loaded.dispatch.use_custom = False

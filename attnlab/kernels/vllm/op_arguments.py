@@ -9,10 +9,16 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import OutOfMemory
-from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.op_arguments import (
+    DIFFKV,
+    NONE,
+    OP_ARGUMENTS,
+    WRITE_DIFFKV,
+    WRITE_SCALED,
+)
+from attnlab.case.ops import MERGE
 from attnlab.kernels.model import written_cache
-from attnlab.kernels.vllm.features import DIFFKV, WRITE_DIFFKV, WRITE_SCALED, check_argument
+from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
@@ -25,36 +31,7 @@ from attnlab.tensors.quantised import (
     stored_numbers,
 )
 
-# Which strides of their tensors vLLM's Triton ops use, and tensors with other strides.
-#
-# The kernels get the strides of some dimensions. They take the others from the shape, so these must be
-# those of a contiguous tensor (vLLM 0.11.2 and 0.33.0).
-
-# By op and parameter: the dimensions whose stride the kernels use are those before this one.
-USED_STRIDES: dict[str, dict[str, int]] = {
-    WRAPPER: {
-        **{"query": 2, "key": 3, "value": 3, "output": 2},
-        **{"key_cache": 5, "value_cache": 4, "block_table": 1},
-    },
-    PREFILL: {
-        **{"q": 3, "k": 3, "v": 3, "o": 3},
-        **{"k_cache": 5, "v_cache": 4, "b_loc": 2},
-    },
-    ENCODER: {"q": 2, "k": 2, "v": 2, "o": 2},
-    UNIFIED: {
-        **{"q": 2, "out": 2, "k": 4, "v": 4, "block_table": 1},
-        **{"k_scale_cache": 3, "v_scale_cache": 3},
-    },
-    DECODE_FWD: {
-        **{"q": 2, "o": 2, "k_buffer": 3, "v_buffer": 3},
-        **{"lse": 1, "attn_logits": 3, "req_to_token": 1},
-    },
-    MERGE: {
-        **{"output": 2, "prefix_output": 2, "suffix_output": 2},
-        **{"prefix_lse": 2, "suffix_lse": 2, "output_lse": 2},
-    },
-    WRITE: {"key": 1, "value": 1, "key_cache": 3, "value_cache": 3},
-}
+# Tensors with other strides than those of a contiguous tensor.
 
 
 def with_gaps(tensor: torch.Tensor, used: int) -> torch.Tensor:
@@ -279,7 +256,7 @@ def pass_argument(
         return Passed(arguments=arguments)
     check_argument(case, parameters)
     try:
-        made = _MAKERS[name](case, {**arguments, VALUE_SCALE: value_scale})
+        made = _made(case, {**arguments, VALUE_SCALE: value_scale})
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
@@ -290,6 +267,14 @@ def pass_argument(
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
         kept |= {key: arguments[key] for key in ("prefix_output", "prefix_lse")}
     return replace(found, arguments=kept)
+
+
+def _made(case: Case, given: Arguments) -> Arguments | Passed:
+    """Return what an op argument changes: by the expressions of its record, or by its function here."""
+    passes = case.argument.passes
+    if passes is None:
+        return _MAKERS[case.op_argument](case, given)
+    return {name: eval(text, {"__builtins__": {}}, given) for name, text in passes.items()}
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
@@ -356,7 +341,7 @@ def _other_strides(case: Case, given: Arguments) -> Passed:
     """Pass tensors with gaps; :attr:`Passed.finish` reads the result from them."""
     changed: Arguments = {
         name: with_gaps(given[name], used)
-        for name, used in USED_STRIDES[case.op].items()
+        for name, used in case.spec.strides.items()
         if isinstance(given.get(name), torch.Tensor)
     }
     found = {**given, **changed}
@@ -380,12 +365,6 @@ def _padded_heads(case: Case, given: Arguments) -> Passed:
         output.copy_(changed["output"][: len(output)])
 
     return Passed(arguments={**given, **changed}, finish=finish)
-
-
-def _short_scratch(case: Case, given: Arguments) -> Arguments:
-    """Pass scratch memory for one token less."""
-    names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-    return {name: given[name][: len(given["q"]) - 1] for name in names}
 
 
 def _fp8_tokens(case: Case, given: Arguments) -> Arguments:
@@ -459,31 +438,20 @@ def _by_op(
 
 
 _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
-    "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
     **{name: _by_op(scaled_cache, write_scaled) for name, one in OP_ARGUMENTS.items() if one.cache},
     **{name: _padded_tokens for name, one in OP_ARGUMENTS.items() if one.strided is not None},
     "diffkv": _by_op(diffkv, write_diffkv),
-    "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
-    "sinks_of_key_0": lambda case, given: {"sinks_bias_key0": True},
-    "skip_decode": lambda case, given: {"skip_decode": True},
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
     "latent_cache": latent_cache,
-    "default_scales": lambda case, given: {"k_scale": None, "v_scale": None},
-    "flat_buffers": lambda case, given: {
-        name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")
-    },
     "gaps": _other_strides,
     "padded_heads": _padded_heads,
-    "short_scratch": _short_scratch,
-    "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,
     "byte_cache": _byte_cache,
-    "named_cache_dtype": lambda case, given: {"kv_cache_dtype": "bfloat16"},
     "spaced_values": _spaced_values,
     **{
         name: _head_major

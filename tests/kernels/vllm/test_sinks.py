@@ -25,8 +25,8 @@ from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.kernels import model
+from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm import backend as vllm_ops
-from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference

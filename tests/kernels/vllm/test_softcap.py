@@ -21,7 +21,7 @@ from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import model
-from attnlab.kernels.vllm.op_calls import bind
+from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
