@@ -56,7 +56,7 @@ from attnlab.case.errors import (
 from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file, refuse
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, TRITON_OPS
-from attnlab.case.platforms import PLATFORMS
+from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of
@@ -187,8 +187,8 @@ class PluginBackend(Backend):
 
     ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an entry point, or
     "library:NAME"; ``function``: what it names, None to load it. ``stands_for``: the op, None for what the
-    function declares. ``path``: the source of a library, None for the installed package. Raises InvalidCase if
-    ``spec`` cannot be resolved or the function does not declare a known op.
+    function declares. ``path``: the source of a library, None for the installed package. Raises InvalidCase
+    if ``spec`` cannot be resolved or the function does not declare a known op.
     """
 
     spec: str
@@ -238,11 +238,11 @@ class PluginBackend(Backend):
         library = _LIBRARY.fullmatch(self.spec)
         return None if library is None else find_source(self.path, package_of(library[1]))
 
-    def _function(self, op: Op) -> Callable[..., Any]:
-        """Return the function of an op's record."""
+    def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
+        """Return the function of an op's record, as its package is on a platform."""
         if self.source is None:
             return _of_module(op.module, op.function)
-        return _of_source(self.source, op.module, op.function)
+        return _of_source(self.source, platform, op.module, op.function)
 
     @property
     def file(self) -> str | None:
@@ -345,7 +345,7 @@ class PluginBackend(Backend):
         """Run the function, or the op of the call as its record states; return what a function returned."""
         if not self.records:
             return self.kernel(call)
-        function = self._function(OPS[call.op])
+        function = self._function(OPS[call.op], target.platform)
         arguments = bind(function, call, target)
         returned = function(**arguments)
         finish(call, target, arguments, returned)
@@ -373,10 +373,12 @@ _LIBRARY = re.compile(r"library:(\w+)")
 
 
 @lru_cache(maxsize=16)
-def _of_source(source: Source, module: str, function: str) -> Callable[..., Any]:
-    """Return a function of a package that is not imported, with the lab's Triton, for a platform of CUDA."""
+def _of_source(
+    source: Source, platform: Platform, module: str, function: str
+) -> Callable[..., Any]:
+    """Return a function of a package that is not imported; on a CPU it gets the lab's Triton."""
     triton = None if torch.cuda.is_available() else interpreted_triton()
-    stubs = package_stubs(source.package, PLATFORMS["sm_90"], triton)
+    stubs = package_stubs(source.package, platform, triton)
     found = getattr(Loader(source, stubs).load(module), function, None)
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")

@@ -30,8 +30,8 @@ class Package:
     """A Python package that has ops.
 
     - ``name``: as it is imported. ``title``: as it is written. ``distributions``: what installs it.
-    - ``folders``: the folders with modules of ops, the newest layout first. ``further``: a regular expression of
-      further files to read, in an sdist after the name of its top folder.
+    - ``folders``: the folders with modules of ops, the newest layout first. ``further``: a regular expression
+      of further files to read, in an sdist after the name of its top folder.
     - ``stubs``: returns what replaces other modules of the package, by dotted name and then by name, on a
       platform (:class:`attnlab.case.platforms.Platform`). A module without a stub has names that may not be
       called.

@@ -184,7 +184,7 @@ class Watched:
 
     @classmethod
     def of(cls, call: KernelCall) -> "Watched":
-        """Return the shapes of a call, with its caches in both of vLLM's layouts, and without a dimension of blocks.
+        """Return the shapes of a call, with its caches in both of vLLM's layouts, and one slot after another.
 
         Interleaved values (``interleave_v``) are not traced; their keys are.
         """

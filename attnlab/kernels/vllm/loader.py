@@ -1,9 +1,9 @@
 """Load only the attention ops of vLLM or another package, each module with a private ``import``.
 
 An import statement calls ``__import__`` from the builtins of its module. The loader replaces that function
-for op modules: those of the package (and, on a CPU, torch and Triton) come from a private table of op modules of the
-same source and stubs. So an installed package stays unchanged, sys.modules has nothing new afterwards, several
-releases can be loaded in one process, and a module that fails to load leaves nothing in sys.modules.
+for op modules: those of the package (and, on a CPU, torch and Triton) come from a private table of op modules
+of the same source and stubs. So an installed package stays unchanged, sys.modules has nothing new afterwards,
+several releases can be loaded in one process, and a module that fails to load leaves nothing in sys.modules.
 """
 
 import ast
@@ -278,21 +278,25 @@ def make_stubs(
         },
         **warmup_stubs(),
     }
-    return _modules(contents, current, triton if interpret else None)
+    return _modules(contents, ModuleType, current, triton if interpret else None)
 
 
 def package_stubs(
     package: Package, platform: Platform, triton: ModuleType | None
 ) -> dict[str, ModuleType]:
-    """Return the stub modules that the record of a package states; ``triton``: what replaces Triton."""
-    return _modules(package.stubs(platform), _Current(platform), triton)
+    """Return the stub modules that a package states, whose other names may not be called; ``triton``: what
+    replaces Triton."""
+    return _modules(package.stubs(platform), Stub, _Current(platform), triton)
 
 
 def _modules(
-    contents: Mapping[str, Mapping[str, Any]], current: "_Current", triton: ModuleType | None
+    contents: Mapping[str, Mapping[str, Any]],
+    kind: type[ModuleType],
+    current: "_Current",
+    triton: ModuleType | None,
 ) -> dict[str, ModuleType]:
     """Return modules with some contents, and under the interpreter a torch and a Triton."""
-    made = {name: ModuleType(name) for name in contents}
+    made: dict[str, ModuleType] = {name: kind(name) for name in contents}
     for name, content in contents.items():
         vars(made[name]).update(content)
     return made if triton is None else {**made, "torch": _torch(current), "triton": triton}
