@@ -230,13 +230,7 @@ def check_library_flags(
     """
     if sum((kernel is not None, source is not None, installed)) > 1:
         raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
-    if library not in libraries():
-        refuse("library", f"one of {', '.join(libraries())}", library)
-    if library != "vllm" and (kernel is not None or csrc or device != "cpu"):
-        raise InvalidCase(
-            f"library must be vllm with a kernel, csrc or device cuda, got {library}",
-            field="library",
-        )
+    _check_library(library, kernel is not None or csrc or device != "cpu")
     is_source = source is not None or installed or library != "vllm"
     if csrc and source is None:
         raise InvalidCase("csrc must be given with source: an sdist or a checkout", field="csrc")
@@ -261,6 +255,14 @@ def check_library_flags(
         raise InvalidCase(
             "coverage must be measured on device cpu, under Triton's interpreter", field="coverage"
         )
+
+
+def _check_library(library: str, is_vllm: bool) -> None:
+    """Raise InvalidCase for an unknown library, or another than vLLM where only that is possible."""
+    if library not in libraries():
+        refuse("library", f"one of {', '.join(libraries())}", library)
+    if is_vllm and library != "vllm":
+        refuse("library", "vllm with a kernel, csrc or device cuda", library)
 
 
 def check_conditions(

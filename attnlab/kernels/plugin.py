@@ -45,6 +45,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import (
     AttnLabError,
     DeviceLost,
@@ -70,6 +71,7 @@ from attnlab.kernels.triton.interpreter import (
 )
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
+from attnlab.kernels.vllm.features import check_call, check_case, has_op, not_applicable
 from attnlab.kernels.vllm.loader import Loader, package_stubs
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import Op, libraries, ops_of, package_of
@@ -284,8 +286,15 @@ class PluginBackend(Backend):
     def flags(self) -> tuple[str, ...]:
         return () if self.path is None else ("--source", str(self.path))
 
-    def has_splits(self, op: str) -> bool:
-        return bool(self.records and OPS[op].num_splits) or super().has_splits(op)
+    def check_features(self, case: Case) -> None:
+        if self.source is not None:
+            check_case(self.source, case)
+
+    def has_op(self, op: str) -> bool:
+        return super().has_op(op) and (self.source is None or has_op(self.source, op))
+
+    def not_applicable(self, op: str) -> list[str]:
+        return [] if self.source is None else not_applicable(self.source, op)
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
@@ -346,6 +355,7 @@ class PluginBackend(Backend):
         if not self.records:
             return self.kernel(call)
         function = self._function(OPS[call.op], target.platform)
+        check_call(call, inspect.signature(function).parameters)
         arguments = bind(function, call, target)
         returned = function(**arguments)
         finish(call, target, arguments, returned)

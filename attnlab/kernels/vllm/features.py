@@ -21,7 +21,8 @@ from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS, Needs
 from attnlab.case.ops import OPS, Op
 from attnlab.kernels.triton.coverage import Branch, Marker
-from attnlab.kernels.vllm.source import OPS_FOLDERS, Source
+from attnlab.kernels.vllm.source import Source
+from attnlab.library.op import libraries, package_of
 from attnlab.tensors.call import KernelCall
 
 # The functions that an op of vLLM can run: itself, the kernels that it launches, and what these call.
@@ -147,7 +148,8 @@ def _read(file: Path, changed: int) -> _Module:
 
 
 def _imports(nodes: Iterable[ast.ImportFrom]) -> Iterator[tuple[str, tuple[str, str]]]:
-    folders = {folder.replace("/", ".") for folder in OPS_FOLDERS}
+    packages = (package_of(name) for name in libraries())
+    folders = {folder.replace("/", ".") for one in packages for folder in one.folders}
     for node in nodes:
         package, _, leaf = (node.module or "").rpartition(".")
         if node.level == 1 or package in folders:
@@ -231,7 +233,8 @@ def check_call(
     used = [(field, "") for field, value in given.items() if value is not None]
     for field, value in (*used, *(("mask", name) for name in call.visibility.masks)):
         if lack := _lack(_needs(call.op, field, value), own, inside):
-            text = f"{field} must be {_plain_text(field)}: {call.op} of this vLLM has {lack}"
+            where = "vLLM" if call.spec.library == "vllm" else call.spec.library
+            text = f"{field} must be {_plain_text(field)}: {call.op} of this {where} has {lack}"
             raise Unsupported(f"{text}, got {value}" if value else text)
 
 
