@@ -95,8 +95,8 @@ def check(
     from attnlab.checker.plan import Plan, costs_of_store, packaged_costs
     from attnlab.tasks.store import Shard
 
+    backend = backend_of(**chosen_library)  # whose records are ops from here on
     expected = () if known is None else read_known(Path(known))
-    backend = backend_of(**chosen_library)
     limit_s = _CASE_SECONDS[backend.device] if case_seconds is None else case_seconds
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
