@@ -196,6 +196,7 @@ _ALL = (
         summary="key and value are None: new tokens come from the cache",
         no_xray="it passes coded values of new tokens as arguments, which the op does not get",
         requires=dict.fromkeys((WRAPPER, PREFILL), Needs(inside=("KV_FROM_CACHE",))),
+        passes=dict.fromkeys(("k", "v", "key", "value"), "None"),
     ),
     OpArgument(
         name="block_pointers",
@@ -274,6 +275,9 @@ _ALL = (
         parameters=("prefix_output",),
         summary="the heads of both parts and of the output are padded, as attention backends pad values",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+        passes={
+            name: f"padded_heads({name})" for name in ("output", "prefix_output", "suffix_output")
+        },
     ),
     OpArgument(
         name="short_scratch",
@@ -305,6 +309,7 @@ _ALL = (
         parameters=("key_cache", "value_cache"),
         summary="the FP8 cache is passed as uint8",
         needs={"kv_cache_dtype": "fp8"},
+        passes={name: f"{name}.view(uint8)" for name in ("key_cache", "value_cache")},
     ),
     OpArgument(
         name="named_cache_dtype",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -167,10 +167,10 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "nan_like": lambda call, target: lambda tensor: torch.full_like(tensor, float("nan")),
     "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
     "written_cache": lambda call, target: written_cache,
-    **{
-        one.__name__: lambda call, target, one=one: one for one in (int, float, bool, len, max, min)
-    },  # type: ignore[misc]
 }
+
+
+_BUILTINS: Mapping[str, Any] = {one.__name__: one for one in (int, float, bool, len, max, min)}
 
 
 class Values(dict[str, Any]):
@@ -179,13 +179,17 @@ class Values(dict[str, Any]):
     ``given``: further ones, such as the arguments of a call that was made.
     """
 
-    def __init__(self, call: KernelCall, target: Target, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+    def __init__(
+        self, call: KernelCall, target: Target, given: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(given or {})
         self._call, self._target = call, target
 
     def __missing__(self, name: str) -> Any:
         if name in ("flash_key_cache", "flash_value_cache"):
             found = self["flash_cache"][name == "flash_value_cache"]
+        elif name in _BUILTINS:
+            found = _BUILTINS[name]
         elif name in _VALUES:
             found = _VALUES[name](self._call, self._target)
         elif hasattr(self._call, name):
@@ -194,9 +198,6 @@ class Values(dict[str, Any]):
             raise NameError(f"{name} is not a value that a record can name")
         self[name] = found
         return found
-
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def evaluate(text: str, values: Values) -> Any:
@@ -211,7 +212,7 @@ def _code(text: str) -> CodeType:
 
 def arguments_of(call: KernelCall, target: Target, names: Any = None) -> Arguments:
     """Return the arguments of a call's op by name, of all releases; ``names``: only these."""
-    values = Values(call, target, _NOTHING)
+    values = Values(call, target)
     texts = call.spec.arguments.items()
     found = {name: evaluate(text, values) for name, text in texts if names is None or name in names}
     return {name: value for name, value in found.items() if value is not _DEFAULT}
@@ -234,10 +235,13 @@ def bind(function: Callable[..., Any], call: KernelCall, target: Target) -> Argu
 
 
 def finish(call: KernelCall, target: Target, arguments: Arguments, returned: Any = None) -> None:
-    """Copy the result into ``call.output`` if the op has it elsewhere, as its record states."""
-    if call.spec.result is not None:
-        values = Values(call, target, {**arguments, "returned": returned})
-        call.buffer.copy_(evaluate(call.spec.result, values))
+    """Copy the result into ``call.output`` if the op has it elsewhere, in the same form."""
+    op = call.spec
+    if op.result is not None:
+        found = evaluate(op.result, Values(call, target, {**arguments, "returned": returned}))
+        call.buffer.copy_(found.view(call.buffer.dtype) if found.dtype == torch.uint8 else found)
+    elif (written := arguments[op.parameters("output")[0]]) is not call.output:
+        call.buffer.copy_(written[: len(call.buffer)])
 
 
 def lse_of(

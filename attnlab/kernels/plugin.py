@@ -207,6 +207,9 @@ class PluginBackend(Backend):
     def __post_init__(self) -> None:
         """Load the function and check its attributes, or the records, which become ops."""
         for record in self.records:
+            if record.result is None and not record.parameters("output"):
+                text = f"{record.name} must state a result, or a parameter whose value is output"
+                raise InvalidCase(f"{text}, got neither", field="op")
             if OPS.setdefault(record.name, record).module != record.module:
                 text = f"{self.name}: name must be new, got {record.name}"
                 raise InvalidCase(text, field="op")

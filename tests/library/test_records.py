@@ -73,7 +73,7 @@ def test_each_argument_of_a_record_has_a_value(name):
 def test_a_planted_name_is_not_known():
     call, target = call_of(OPS["unified_attention"])
     with pytest.raises(NameError, match="windw is not a value"):
-        evaluate("windw + 1", Values(call, target, {}))
+        evaluate("windw + 1", Values(call, target))
 
 
 def test_lists_of_slots():
@@ -139,7 +139,7 @@ def test_a_record_cannot_take_the_name_of_another_op(tmp_path):
     file.write_text(
         "from attnlab.library.op import Op\n"
         "ONE = Op(name='unified_attention', summary='', library='mine', module='mine', "
-        "new_tokens_from='cache', cache_layout='flash')\n"
+        "new_tokens_from='cache', cache_layout='flash', result='returned')\n"
     )
     with pytest.raises(InvalidCase, match="name must be new, got unified_attention"):
         find_backend(f"{file}:ONE")

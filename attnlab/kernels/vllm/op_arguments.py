@@ -105,7 +105,7 @@ class Passed:
     """The arguments of an op with a Case's op argument.
 
     - ``finish``: writes the result into an output [num_tokens, num_heads, head_size] of the query's dtype, or
-      into the cache of a cache write. None if the op wrote it there.
+      into the cache of a cache write. None if the arguments hold it in that form.
     - ``function``: module and name of the function that takes the arguments, or None for the op's own. It
       gets those that it has parameters for.
     """
@@ -274,7 +274,11 @@ def _made(case: Case, given: Arguments) -> Arguments | Passed:
     passes = case.argument.passes
     if passes is None:
         return _MAKERS[case.op_argument](case, given)
-    return {name: eval(text, {"__builtins__": {}}, given) for name, text in passes.items()}
+    names = {**given, **_FUNCTIONS}
+    return {name: eval(text, {"__builtins__": {}}, names) for name, text in passes.items()}
+
+
+_FUNCTIONS = {"padded_heads": with_padded_heads, "uint8": torch.uint8}
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
@@ -313,10 +317,6 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
     return Passed(arguments={**given, **changed}, finish=finish)
 
 
-def _cached_new_tokens(case: Case, given: Arguments) -> Arguments:
-    return {name: None for name in ("k", "v", "key", "value") if name in given}
-
-
 def _block_pointers(case: Case, given: Arguments) -> Arguments:
     """Pass the address of each block in the key cache."""
     name = "block_table" if "block_table" in given else "b_loc"
@@ -337,34 +337,13 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
     return {"prefill_tokens_with_context": count, "prefix_output": prefix, "prefix_lse": lse}
 
 
-def _other_strides(case: Case, given: Arguments) -> Passed:
-    """Pass tensors with gaps; :attr:`Passed.finish` reads the result from them."""
-    changed: Arguments = {
+def _other_strides(case: Case, given: Arguments) -> Arguments:
+    """Pass tensors with gaps."""
+    return {
         name: with_gaps(given[name], used)
         for name, used in case.spec.strides.items()
         if isinstance(given.get(name), torch.Tensor)
     }
-    found = {**given, **changed}
-
-    def finish(output: torch.Tensor) -> None:
-        if case.spec.writes_cache:
-            output.copy_(written_cache(found["key_cache"], found["value_cache"]))
-        else:
-            written = next(found[name] for name in ("out", "output", "o") if name in found)
-            output.copy_(written[: len(output)])
-
-    return Passed(arguments=found, finish=finish)
-
-
-def _padded_heads(case: Case, given: Arguments) -> Passed:
-    """Pass outputs [num_tokens, num_heads, head_size] whose heads have a gap after them."""
-    names = ("output", "prefix_output", "suffix_output")
-    changed: Arguments = {name: with_padded_heads(given[name]) for name in names}
-
-    def finish(output: torch.Tensor) -> None:
-        output.copy_(changed["output"][: len(output)])
-
-    return Passed(arguments={**given, **changed}, finish=finish)
 
 
 def _fp8_tokens(case: Case, given: Arguments) -> Arguments:
@@ -373,17 +352,6 @@ def _fp8_tokens(case: Case, given: Arguments) -> Arguments:
     return {
         name: format.encode(given[name], scale).view(format.dtype) for name, scale in scales.items()
     }
-
-
-def _byte_cache(case: Case, given: Arguments) -> Passed:
-    """Pass the cache as bytes; the arguments of the caller keep the dtype."""
-    key, value = given["key_cache"], given["value_cache"]
-    changed = {"key_cache": key.view(torch.uint8), "value_cache": value.view(torch.uint8)}
-
-    def finish(output: torch.Tensor) -> None:
-        output.copy_(written_cache(key, value))
-
-    return Passed(arguments={**given, **changed}, finish=finish)
 
 
 def _head_major(case: Case, given: Arguments) -> Passed:
@@ -410,16 +378,6 @@ def _has_spaced_values(case: Case) -> bool:
     return case.op_argument.endswith("spaced_values")
 
 
-def _spaced_values(case: Case, given: Arguments) -> Passed:
-    """Pass a value cache whose blocks are farther apart than those of the key cache."""
-    key, value = given["key_cache"], with_gaps(given["value_cache"], 1)
-
-    def finish(output: torch.Tensor) -> None:
-        output.copy_(written_cache(key, value))
-
-    return Passed(arguments={**given, "value_cache": value}, finish=finish)
-
-
 def _padded_tokens(case: Case, given: Arguments) -> Passed:
     """Pass key and value with padded heads, in the format of the argument that this one is based on."""
     base = case.argument.base
@@ -443,16 +401,13 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     **{name: _by_op(scaled_cache, write_scaled) for name, one in OP_ARGUMENTS.items() if one.cache},
     **{name: _padded_tokens for name, one in OP_ARGUMENTS.items() if one.strided is not None},
     "diffkv": _by_op(diffkv, write_diffkv),
-    "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
     "latent_cache": latent_cache,
     "gaps": _other_strides,
-    "padded_heads": _padded_heads,
     "fp8_tokens": _fp8_tokens,
-    "byte_cache": _byte_cache,
-    "spaced_values": _spaced_values,
+    "spaced_values": lambda case, given: {"value_cache": with_gaps(given["value_cache"], 1)},
     **{
         name: _head_major
         for name in OP_ARGUMENTS
