@@ -58,8 +58,7 @@ class Op:
     - ``module``: its module; of vLLM's Triton ops its name in the folder of attention ops, which depends on
       the release, else a dotted name. ``python_name``: the function's name, if it differs from
       ``name``.
-    - ``backends``, ``platforms``, ``releases``: where a Case may run it; ``platforms`` None is any. An op of
-      another library than vLLM runs on the backend that has its record.
+    - ``backends``, ``platforms``, ``releases``: where a Case may run it; ``platforms`` None is any.
 
     How it is called:
 
@@ -104,7 +103,7 @@ class Op:
     library: str = "vllm"
     module: str
     python_name: str | None = None
-    backends: tuple[str, ...] = ("model", "vllm", "rocm")
+    backends: tuple[str, ...] = ()
     platforms: tuple[str, ...] | None = None
     releases: tuple[str, ...] = RELEASES
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -130,6 +129,13 @@ class Op:
     splits_are_powers_of_two: bool = False
     split_releases: tuple[str, ...] = RELEASES
     interleave_v_releases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Set the usual backends: those of vLLM, or that of the library."""
+        usual = (
+            ("model", "vllm", "rocm") if self.library == "vllm" else (f"library:{self.library}",)
+        )
+        object.__setattr__(self, "backends", self.backends or usual)
 
     def parameters(self, *names: str) -> tuple[str, ...]:
         """Return the parameters whose values use one of the names, in the order of the record."""
