@@ -355,6 +355,7 @@ OP_ARGUMENTS: dict[str, OpArgument] = {one.name: one for one in _ALL} | {
         ops=(WRITE,),
         parameters=("key", "value", "value_cache"),
         summary=summary if one is NO_ARGUMENT else f"as {one.name}; {summary}",
+        requires={op: needs for op, needs in one.requires.items() if op == WRITE},
         strided=one.name,
     )
     for ending, summary, has in _STRIDED

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
-from attnlab.case.ops import OPS, WRAPPER
+from attnlab.case.ops import OPS, PREFILL, WRAPPER
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
 
@@ -110,7 +110,7 @@ def contracts_of(kernels: Iterable[str], target: Target, op: str) -> tuple[Contr
 
 
 def _of_record(name: str, target: Target, op: str) -> Contract:
-    """Return the contract of an op by its record; called by another op, it serves prefill rows.
+    """Return the contract of an op by its record. Called by another op, the prefill op serves prefill rows.
 
     A wrapper that casts converts the index tensors that the op would reject.
     """
@@ -120,7 +120,7 @@ def _of_record(name: str, target: Target, op: str) -> Contract:
         stated["on_int64"] = dict.fromkeys(stated["on_int64"], "convert")
     formats = tuple(one for one in _triton_formats(target) if one in record.kv_cache_dtypes)
     usual = {
-        "serves": "all" if op == name else "prefill",
+        "serves": "prefill" if name == PREFILL != op else "all",
         "kv_cache_dtypes": formats,
         "new_tokens_from": record.new_tokens_from,
     }

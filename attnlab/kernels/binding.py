@@ -5,7 +5,7 @@ function at hand has.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -18,6 +18,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.contracts.contract import Target
 from attnlab.kernels import model as paged
 from attnlab.kernels.model import Partials, partials, slot_mapping, written_cache
+from attnlab.kernels.vllm.features import check_call
 from attnlab.library.op import names_in
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
@@ -218,12 +219,20 @@ def arguments_of(call: KernelCall, target: Target, names: Any = None) -> Argumen
     return {name: value for name, value in found.items() if value is not _DEFAULT}
 
 
-def bind(function: Callable[..., Any], call: KernelCall, target: Target) -> Arguments:
+def bind(
+    function: Callable[..., Any],
+    call: KernelCall,
+    target: Target,
+    inside: Collection[str] | None = None,
+) -> Arguments:
     """Return the arguments of an op by the parameter names of ``function``.
 
-    Raises Unavailable for a required parameter that the record does not have.
+    ``inside``: the names that the op's source has (:func:`attnlab.kernels.vllm.features.names_inside`), None
+    if unknown. Raises Unavailable for a required parameter that the record does not have, Unsupported for a
+    feature that the call uses and the function does not have.
     """
     parameters = inspect.signature(function).parameters
+    check_call(call, parameters, inside)
     given = arguments_of(call, target, parameters)
     for name, parameter in parameters.items():
         is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN

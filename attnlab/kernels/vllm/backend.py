@@ -43,7 +43,6 @@ from attnlab.kernels.triton.interpreter import check_installed_pair
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, estimated_s, launching, needed
 from attnlab.kernels.triton.run_log import RunLog, Watched
 from attnlab.kernels.vllm.features import (
-    check_call,
     check_case,
     has_op,
     lacks,
@@ -397,10 +396,9 @@ def run(
     if is_cpu and moved.output is not output:
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.buffer))
     function = loaded.function(call.op)
-    names = parameters_of(function)
-    check_call(moved, names, names_inside(source, call.op))
-    passed = Passed(arguments=bind(function, moved, target))
+    passed = Passed(arguments=bind(function, moved, target, names_inside(source, call.op)))
     if argument_of is not None:
+        names = parameters_of(function)
         passed = pass_argument(argument_of, passed.arguments, names, value_scale)
         function, passed = with_function(loaded.loader, function, passed)
     if is_measuring():
