@@ -13,6 +13,7 @@ import attnlab
 ROOT = Path(attnlab.__file__).parent
 # In import order: a folder imports from itself and from those before it.
 FOLDERS = (
+    "library",
     "case",
     "tensors",
     "contracts",

@@ -28,12 +28,12 @@ from attnlab.case.fields import Int
 from attnlab.cli.command import print_json, progress, show
 from attnlab.cli.sharded import add_engine, run_sharded
 from attnlab.contracts.contract import TRITON_DECODE, Target
+from attnlab.kernels.binding import bind
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.vllm import backend as vllm_ops
-from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.error_map import compare
 from attnlab.lab.lab import Lab

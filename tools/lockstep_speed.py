@@ -27,12 +27,12 @@ from attnlab.case.case import Case
 from attnlab.checker.case_run import versions
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
+from attnlab.kernels.binding import bind, finish
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import Subset
 from attnlab.kernels.triton.lockstep.launch import using_lockstep
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm import backend
-from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
 
@@ -78,7 +78,7 @@ def stock_run(lab: Lab, source: Source, case: Case) -> Run:
         start = time.process_time()
         op(**arguments)
         seconds = time.process_time() - start
-    OP_CALLS[case.op].finish(call, arguments)
+    finish(call, Target.of(case), arguments)
     return seconds, call.output, None
 
 

@@ -33,9 +33,9 @@ from helpers.fake_vllm import Impl, new_request, runner, scheduled  # noqa: E402
 from attnlab.case.case import Case  # noqa: E402
 from attnlab.contracts.contract import Target  # noqa: E402
 from attnlab.diagnosis.captured import where_it_ran  # noqa: E402
+from attnlab.kernels.binding import bind  # noqa: E402
 from attnlab.kernels.run_call import on_device  # noqa: E402
 from attnlab.kernels.vllm.backend import load  # noqa: E402
-from attnlab.kernels.vllm.op_calls import bind  # noqa: E402
 from attnlab.kernels.vllm.source import find_source  # noqa: E402
 from attnlab.recorder.ops import vllm_ops  # noqa: E402
 from attnlab.serving.record import RecordFile, read_records  # noqa: E402

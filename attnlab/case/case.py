@@ -271,7 +271,8 @@ def _check_heads(case: CaseQuantities) -> None:
 def _check_backend(case: CaseQuantities) -> None:
     """Check that the op runs on the backend, the platform and the release."""
     op = case.spec
-    if case.backend not in op.backends and not (is_plugin(case.backend) and "model" in op.backends):
+    has_plugins = op.library != "vllm" or "model" in op.backends
+    if case.backend not in op.backends and not (is_plugin(case.backend) and has_plugins):
         if case.backend == "vllm-cpu":
             names = (name for name, other in OPS.items() if case.backend in other.backends)
             refuse("op", f"{' or '.join(names)} with backend {case.backend}", case.op)

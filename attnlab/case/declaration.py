@@ -40,6 +40,14 @@ KV_LAYOUTS = ("contiguous", "fused", "HND")
 CACHE_WRITES = ("scaled", "numeric")
 REFERENCE_DTYPES = ("float32", "float64")
 
+
+class OpName(OneOf):
+    """One of the names of ops, or that of a record that was loaded later."""
+
+    def check(self, name: str, value: Any) -> str:
+        return value if isinstance(value, str) and value in OPS else super().check(name, value)
+
+
 # Each declares a field of its group: default, type, help text.
 _test, _lengths = group("attention"), group("lengths")
 _stage = group(
@@ -57,7 +65,7 @@ class CaseFields(Shown):
     The defaults are those of vLLM's tests/kernels/attention/test_prefix_prefill.py.
     """
 
-    op: str = _test(DEFAULT_OP, OneOf(tuple(OPS)), "operation of vLLM to call")
+    op: str = _test(DEFAULT_OP, OpName(tuple(OPS)), "operation to call")
     num_heads: int = _test(64, Int(1, 4096), "number of query heads")
     num_queries_per_kv: int = _test(
         1, Int(1, 4096), "number of query heads per KV head (the GQA ratio)"

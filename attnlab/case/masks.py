@@ -20,7 +20,8 @@ _BOTH = ("0.11.2", "0.33.0")
 class Mask:
     """A rule by which rows see keys.
 
-    - ``summary``: what a row sees. ``parameters``: the arguments of vLLM's ops that state it.
+    - ``summary``: what a row sees. ``uses``: the fields of a KernelCall that state it, as the records of ops
+      name them; ``inside``: names that the op's source must have, too.
     - ``ops``: the releases whose op has these arguments, by the op's name.
     - ``needs_window``: sliding_window must be above 0. ``sees_beyond_window``: rows see keys before it.
     - ``data``: the field of a Case with the mask's data.
@@ -28,11 +29,12 @@ class Mask:
 
     name: str
     summary: str
-    parameters: tuple[str, ...]
+    uses: tuple[str, ...]
     ops: Mapping[str, tuple[str, ...]]
     needs_window: bool = False
     sees_beyond_window: bool = False
     data: str | None = None
+    inside: tuple[str, ...] = ()
 
     def is_in(self, op: str, release: str) -> bool:
         """Answer whether an op of a release has the mask; every op is causal."""
@@ -43,28 +45,29 @@ _ALL = (
     Mask(
         name=CAUSAL,
         summary="each row sees the keys up to its own, within the sliding window if there is one",
-        parameters=(),
+        uses=(),
         ops={},
     ),
     Mask(
         name="bidirectional",
         summary="each row sees the new tokens after it, too; a window has two sides, but that of the "
         "prefill kernel only the left one",
-        parameters=("causal", "is_causal"),
+        uses=("causal",),
         ops={WRAPPER: _NEW, PREFILL: _NEW, ENCODER: _NEW, UNIFIED: _NEW},
     ),
     Mask(
         name="causal_by_sequence",
         summary="some sequences are causal, the others bidirectional",
-        parameters=("causal",),
+        uses=("causal",),
         ops={UNIFIED: _NEW},
         data="causal_seqs",
+        inside=("USE_PER_SEQ_CAUSAL",),
     ),
     Mask(
         name="ranges",
         summary="causal, and bidirectional within ranges of positions, as of images; a range extends beyond "
         "the window",
-        parameters=("mm_prefix_range",),
+        uses=("mm_prefix_range",),
         ops={UNIFIED: _NEW},
         sees_beyond_window=True,
         data="mm_prefix_range",
@@ -72,7 +75,7 @@ _ALL = (
     Mask(
         name="ranges_in_window",
         summary="causal, and bidirectional within ranges of positions that the window limits to the left",
-        parameters=("mm_prefix_range", "mm_prefix_clamp_sliding_window"),
+        uses=("mm_prefix_range", "mm_prefix_clamp_sliding_window"),
         ops={UNIFIED: _NEW},
         needs_window=True,
         data="mm_prefix_range",
@@ -80,7 +83,7 @@ _ALL = (
     Mask(
         name="prefix_and_window",
         summary="each row sees a prefix of its sequence, and the keys of the window (R-SWA)",
-        parameters=("rswa_prefix_lens", "rswa_window"),
+        uses=("rswa_prefix_lens", "rswa_window"),
         ops={UNIFIED: _NEW},
         needs_window=True,
         sees_beyond_window=True,
@@ -90,7 +93,7 @@ _ALL = (
         name="chunks",
         summary="each row sees its own chunk, up to itself, and chunk_lookback chunks before; a chunk has "
         "sliding_window // (chunk_lookback + 1) tokens",
-        parameters=("chunk_lookback",),
+        uses=("chunk_lookback",),
         ops={UNIFIED: _NEW},
         needs_window=True,
         data="chunk_lookback",
@@ -98,7 +101,7 @@ _ALL = (
     Mask(
         name="tree",
         summary="the new tokens are a tree of drafts: a bias for pairs of them, -inf off a row's branch",
-        parameters=("qq_bias",),
+        uses=("qq_bias",),
         ops={UNIFIED: _BOTH},
         data="tree_parents",
     ),

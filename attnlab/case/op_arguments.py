@@ -1,7 +1,8 @@
 """OpArgument: arguments of vLLM's ops that no other field of a Case sets, each by a name.
 
-A Case passes at most one of them, as its field ``op_argument``. Only backend "vllm" does. How it is passed
-is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in :mod:`attnlab.lab.argument_reference`.
+A Case passes at most one of them, as its field ``op_argument``. Only backend "vllm" does. What an expression
+cannot pass is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in
+:mod:`attnlab.lab.argument_reference`.
 
 ``needs`` has only what the argument means: an ALiBi bias to take the root of, an FP8 cache for an FP8 query.
 What an op refuses, it refuses itself. An op without an argument for the scales of its tensors gets them
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
 
 # OpArgument and ScaledCache: what is declared about an op argument (:mod:`attnlab.case.op_arguments`).
 
@@ -35,12 +36,31 @@ class ScaledCache:
         return self.numbers == "int4"
 
 
+FunctionName = tuple[str, str]  # module and name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """The names that the source of an op must have for a feature.
+
+    - ``own``: parameters of the function that is called.
+    - ``inside``: parameters, or attributes that are read, of that function or of one that it runs.
+    - ``function``: the function that is called, None for that of the op.
+    """
+
+    own: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    function: FunctionName | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpArgument:
     """An argument, or several that belong together, with the values that a Case passes.
 
     - ``ops``: the ops that have it, in some release. ``parameters``: the names that it sets.
     - ``summary``: what it does. ``needs``: fields of the Case with the value that they must have.
+    - ``requires``: what the source of an op must have, by op. ``passes``: arguments as expressions in those
+      that the op gets without it; None if :mod:`attnlab.kernels.vllm.op_arguments` makes them.
     - ``cache``: the format of the cache if it has a scale per token and head. ``has_fp8``: whether it stores
       numbers in the platform's E4M3.
     - ``least_head_size``: the smallest head_size.
@@ -54,6 +74,8 @@ class OpArgument:
     parameters: tuple[str, ...]
     summary: str
     needs: Mapping[str, Any] = field(default_factory=dict)
+    requires: Mapping[str, Needs] = field(default_factory=dict)
+    passes: Mapping[str, str] | None = None
     cache: ScaledCache | None = None
     has_fp8: bool = False
     least_head_size: int = 1
@@ -76,6 +98,14 @@ class OpArgument:
 NONE = "none"
 NO_ARGUMENT = OpArgument(name=NONE, ops=(), parameters=(), summary="the op's own defaults")
 _INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
+_INT4_NAME = "INT4_PER_TOKEN_HEAD"
+_SCALED = Needs(own=("kv_quant_mode", "k_scale_cache", "v_scale_cache"))
+_SEGMENTS = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+# Functions that a release may have for an argument, in place of the op.
+DIFFKV: FunctionName = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
+_WRITE = OPS[WRITE].module
+WRITE_SCALED: FunctionName = (_WRITE, f"{_WRITE}_per_token_head_quant")
+WRITE_DIFFKV: FunctionName = (_WRITE, f"{_WRITE}_diffkv")
 _ALL = (
     OpArgument(
         name="alibi_sqrt",
@@ -84,6 +114,8 @@ _ALL = (
         summary="the bias of ALiBi is the slope times the negative root of the distance",
         needs={"alibi": True},
         no_xray="its rules know the ALiBi bias by distance alone",
+        requires={UNIFIED: Needs(own=("use_alibi_sqrt",))},
+        passes={"use_alibi_sqrt": "True"},
     ),
     OpArgument(
         name="fp8_query",
@@ -92,6 +124,7 @@ _ALL = (
         summary="the query is FP8, with a scale; without a cache key and value are, too",
         needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
+        requires={UNIFIED: Needs(own=("q_descale",))},
     ),
     OpArgument(
         name="fp8_output",
@@ -100,6 +133,10 @@ _ALL = (
         summary="the output is FP8, with a scale; in a merge the last tokens have no context",
         has_fp8=True,
         no_xray="an FP8 output holds a weight to 4 bits",
+        requires={
+            **dict.fromkeys((WRAPPER, UNIFIED, MERGE), Needs(own=("output_scale",))),
+            PREFILL: Needs(own=("fp8_out_scale",)),
+        },
     ),
     OpArgument(
         name="int8_per_token_head",
@@ -108,6 +145,7 @@ _ALL = (
         summary="the cache is int8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int8", mode=_INT8),
+        requires={UNIFIED: _SCALED, WRITE: Needs(function=WRITE_SCALED)},
     ),
     OpArgument(
         name="fp8_per_token_head",
@@ -117,6 +155,7 @@ _ALL = (
         needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="fp8", mode=_FP8),
         has_fp8=True,
+        requires={UNIFIED: _SCALED, WRITE: Needs(function=WRITE_SCALED)},
     ),
     OpArgument(
         name="int4_per_token_head",
@@ -128,6 +167,10 @@ _ALL = (
         least_head_size=2,
         refused_masks=("bidirectional", "causal_by_sequence"),
         refusal="unified_attention of vLLM 0.33.0 refuses others (triton_unified_attention.py, line 885)",
+        requires={
+            UNIFIED: Needs(own=_SCALED.own, inside=(_INT4_NAME,)),
+            WRITE: Needs(own=("kv_quant_mode",), inside=(_INT4_NAME,), function=WRITE_SCALED),
+        },
     ),
     OpArgument(
         name="diffkv",
@@ -136,12 +179,15 @@ _ALL = (
         summary="values are narrower than keys, in one cache, by an op of its own",
         needs={"mask": "causal"},
         least_head_size=3,
+        requires={UNIFIED: Needs(function=DIFFKV), WRITE: Needs(function=WRITE_DIFFKV)},
     ),
     OpArgument(
         name="tensor_descriptors",
         ops=(UNIFIED,),
         parameters=("use_td",),
         summary="the kernel reads and writes by tensor descriptors",
+        requires={UNIFIED: Needs(own=("use_td",))},
+        passes={"use_td": "True"},
     ),
     OpArgument(
         name="cached_new_tokens",
@@ -149,12 +195,15 @@ _ALL = (
         parameters=("k", "v", "key", "value"),
         summary="key and value are None: new tokens come from the cache",
         no_xray="it passes coded values of new tokens as arguments, which the op does not get",
+        requires=dict.fromkeys((WRAPPER, PREFILL), Needs(inside=("KV_FROM_CACHE",))),
+        passes=dict.fromkeys(("k", "v", "key", "value"), "None"),
     ),
     OpArgument(
         name="block_pointers",
         ops=(WRAPPER, PREFILL),
         parameters=("is_block_table_ptr",),
         summary="the block table holds addresses",
+        requires=dict.fromkeys((WRAPPER, PREFILL), Needs(own=("is_block_table_ptr",))),
     ),
     OpArgument(
         name="sinks_of_key_0",
@@ -163,6 +212,8 @@ _ALL = (
         summary="a sink is added to the score of key 0, and has no weight of its own",
         needs={"sinks": True},
         no_xray="its rules know no bias of a single key",
+        requires={ENCODER: Needs(own=("sinks_bias_key0",))},
+        passes={"sinks_bias_key0": "True"},
     ),
     OpArgument(
         name="skip_decode",
@@ -171,18 +222,22 @@ _ALL = (
         summary="sequences with one new token are not computed",
         needs={"output_init": "zeros"},
         no_xray="rows that the op skips have no weights",
+        requires={PREFILL: Needs(own=("skip_decode",))},
+        passes={"skip_decode": "True"},
     ),
     OpArgument(
         name="suffix_only_tokens",
         ops=(MERGE,),
         parameters=("prefill_tokens_with_context",),
         summary="the last tokens have no context: their prefix is not read",
+        requires={MERGE: Needs(own=("prefill_tokens_with_context",))},
     ),
     OpArgument(
         name="no_lse",
         ops=(MERGE,),
         parameters=("output_lse", "prefill_tokens_with_context"),
         summary="the log-sum-exp is not returned; the last tokens have no context",
+        requires={MERGE: Needs(own=("output_lse",))},
     ),
     OpArgument(
         name="latent_cache",
@@ -197,12 +252,15 @@ _ALL = (
         parameters=("k_scale", "v_scale"),
         summary="k_scale and v_scale are None",
         needs={"kv_cache_dtype": "auto"},
+        requires={DECODE_FWD: Needs(own=("k_scale", "v_scale"))},
+        passes=dict.fromkeys(("k_scale", "v_scale"), "None"),
     ),
     OpArgument(
         name="flat_buffers",
         ops=(DECODE_FWD,),
         parameters=("k_buffer", "v_buffer"),
         summary="the caches have no dimension of blocks",
+        passes={name: f"{name}.flatten(0, 1)" for name in ("k_buffer", "v_buffer")},
     ),
     OpArgument(
         name="gaps",
@@ -217,18 +275,25 @@ _ALL = (
         parameters=("prefix_output",),
         summary="the heads of both parts and of the output are padded, as attention backends pad values",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+        passes={
+            name: f"padded_heads({name})" for name in ("output", "prefix_output", "suffix_output")
+        },
     ),
     OpArgument(
         name="short_scratch",
         ops=(UNIFIED,),
         parameters=("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
         summary="the scratch memory of the split path has fewer rows than there are tokens",
+        requires={UNIFIED: Needs(own=_SEGMENTS)},
+        passes={name: f"{name}[: q.shape[0] - 1]" for name in _SEGMENTS},
     ),
     OpArgument(
         name="no_max_seq_len",
         ops=(PREFILL,),
         parameters=("max_seq_len",),
         summary="max_seq_len is None",
+        requires={PREFILL: Needs(own=("max_seq_len",))},
+        passes={"max_seq_len": "None"},
     ),
     OpArgument(
         name="fp8_tokens",
@@ -244,6 +309,7 @@ _ALL = (
         parameters=("key_cache", "value_cache"),
         summary="the FP8 cache is passed as uint8",
         needs={"kv_cache_dtype": "fp8"},
+        passes={name: f"{name}.view(uint8)" for name in ("key_cache", "value_cache")},
     ),
     OpArgument(
         name="named_cache_dtype",
@@ -251,18 +317,21 @@ _ALL = (
         parameters=("kv_cache_dtype",),
         summary='kv_cache_dtype is "bfloat16", another name for an unscaled cache',
         needs={"kv_cache_dtype": "auto"},
+        passes={"kv_cache_dtype": "'bfloat16'"},
     ),
     OpArgument(
         name="head_major",
         ops=(WRITE,),
         parameters=("key_cache", "value_cache"),
         summary="the cache has the layout x-split, with heads before slots",
+        requires={WRITE: Needs(inside=("USE_HEAD_MAJOR_LAYOUT",))},
     ),
     OpArgument(
         name="head_major_packed",
         ops=(WRITE,),
         parameters=("interleaved_v_pack_factor",),
         summary="as head_major, with values in packs of 16 bytes",
+        requires={WRITE: Needs(own=("interleaved_v_pack_factor",))},
     ),
 )
 # The formats of a cache write, each with the strides that its tensors can have.
@@ -286,6 +355,7 @@ OP_ARGUMENTS: dict[str, OpArgument] = {one.name: one for one in _ALL} | {
         ops=(WRITE,),
         parameters=("key", "value", "value_cache"),
         summary=summary if one is NO_ARGUMENT else f"as {one.name}; {summary}",
+        requires={op: needs for op, needs in one.requires.items() if op == WRITE},
         strided=one.name,
     )
     for ending, summary, has in _STRIDED

@@ -8,6 +8,7 @@ from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Int, Number, check_plugin_file, is_plugin, names_file, refuse
 from attnlab.case.ops import RELEASES
+from attnlab.library.op import libraries, package_of
 
 if TYPE_CHECKING:
     from attnlab.checker.library import OnProgress, Progress, Report
@@ -25,6 +26,7 @@ def check(
     kernel: str | None = None,
     *,
     source: Path | str | None = None,
+    library: str = "vllm",
     installed: bool = False,
     csrc: bool = False,
     release: str = RELEASES[-1],
@@ -51,6 +53,7 @@ def check(
     - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
+    - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
@@ -72,15 +75,16 @@ def check(
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
     """
-    library: dict[str, Any] = {
+    chosen_library: dict[str, Any] = {
         "kernel": kernel,
         "source": source,
+        "library": library,
         "installed": installed,
         "csrc": csrc,
         "release": release,
         "device": device,
     }
-    check_library_flags(**library, coverage=coverage)
+    check_library_flags(**chosen_library, coverage=coverage)
     check_conditions(
         platform=platform, cases=cases, seconds=seconds, case_seconds=case_seconds, seed=seed
     )
@@ -91,8 +95,8 @@ def check(
     from attnlab.checker.plan import Plan, costs_of_store, packaged_costs
     from attnlab.tasks.store import Shard
 
+    backend = backend_of(**chosen_library)  # whose records are ops from here on
     expected = () if known is None else read_known(Path(known))
-    backend = backend_of(**library)
     limit_s = _CASE_SECONDS[backend.device] if case_seconds is None else case_seconds
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
@@ -178,6 +182,7 @@ def backend_of(
     kernel: str | None = None,
     *,
     source: Path | str | None = None,
+    library: str = "vllm",
     installed: bool = False,
     csrc: bool = False,
     release: str = RELEASES[-1],
@@ -185,7 +190,13 @@ def backend_of(
 ) -> "Backend":
     """Return what :func:`check` runs; raise InvalidCase if more than one thing is given."""
     check_library_flags(
-        kernel, source=source, installed=installed, csrc=csrc, release=release, device=device
+        kernel,
+        source=source,
+        library=library,
+        installed=installed,
+        csrc=csrc,
+        release=release,
+        device=device,
     )
     from attnlab.kernels import find_backend
     from attnlab.kernels.model import ModelBackend
@@ -194,6 +205,8 @@ def backend_of(
         return find_backend("cuda", source)
     if kernel is not None:
         return find_backend(kernel)
+    if library != "vllm":
+        return find_backend(f"library:{library}", source)
     if source is not None or installed:
         return find_backend("vllm", source, device)
     return ModelBackend(rules=release)
@@ -203,6 +216,7 @@ def check_library_flags(
     kernel: str | None = None,
     *,
     source: Path | str | None = None,
+    library: str = "vllm",
     installed: bool = False,
     csrc: bool = False,
     release: str = RELEASES[-1],
@@ -216,9 +230,11 @@ def check_library_flags(
     """
     if sum((kernel is not None, source is not None, installed)) > 1:
         raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
+    _check_library(library, kernel is not None or csrc or device != "cpu")
+    is_source = source is not None or installed or library != "vllm"
     if csrc and source is None:
         raise InvalidCase("csrc must be given with source: an sdist or a checkout", field="csrc")
-    if device != "cpu" and (csrc or (kernel is None and source is None and not installed)):
+    if device != "cpu" and (csrc or (kernel is None and not is_source)):
         refuse("device", "cpu with csrc" if csrc else "cpu without a vLLM", device)
     if kernel is not None:
         if not is_plugin(kernel):
@@ -228,9 +244,9 @@ def check_library_flags(
     elif source is not None:
         from attnlab.kernels.vllm.source import find_source
 
-        find_source(source)
+        find_source(source, package_of(library))
     field_type("release").check("release", release)
-    if coverage and (csrc or (kernel is None and source is None and not installed)):
+    if coverage and (csrc or (kernel is None and not is_source)):
         raise InvalidCase(
             "coverage must be given with Triton kernels: --source PATH, --installed or your own",
             field="coverage",
@@ -239,6 +255,14 @@ def check_library_flags(
         raise InvalidCase(
             "coverage must be measured on device cpu, under Triton's interpreter", field="coverage"
         )
+
+
+def _check_library(library: str, is_vllm: bool) -> None:
+    """Raise InvalidCase for an unknown library, or another than vLLM where only that is possible."""
+    if library not in libraries():
+        refuse("library", f"one of {', '.join(libraries())}", library)
+    if is_vllm and library != "vllm":
+        refuse("library", "vllm with a kernel, csrc or device cuda", library)
 
 
 def check_conditions(

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import OPS, WRAPPER
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.triton.coverage import Points
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.features import Function, file_kernels, op_functions
-from attnlab.kernels.vllm.op_arguments import USED_STRIDES
 
 # Parts of vLLM's ops that no hostile case reaches, each with its reason.
 #
@@ -179,38 +178,6 @@ UNREACHABLE = (
 )
 
 
-# Why some parameters of vLLM's ops do not change the result, and some strides do not occur.
-#
-# The key of an entry is (op, parameter); the op "" stands for all.
-
-Reasons = Mapping[tuple[str, str], str]
-_WRITTEN = "The op writes it."
-_SCRATCH = "Scratch memory of the split path; the result does not depend on it."
-_PATH = "It selects a path of the op; the result is the same."
-_UNREAD = "No Triton kernel reads it."
-
-VALUE_REASONS: Reasons = {
-    **{("", name): _WRITTEN for name in ("output", "out", "o", "lse", "output_lse")},
-    (WRAPPER, "max_seq_len"): _UNREAD,
-    (PREFILL, "max_seq_len"): _UNREAD,
-    (UNIFIED, "max_seqlen_k"): _UNREAD,
-    (UNIFIED, "seq_threshold_3D"): _PATH,
-    (UNIFIED, "num_par_softmax_segments"): _PATH,
-    (UNIFIED, "use_td"): _PATH,
-    **{
-        (UNIFIED, name): _SCRATCH
-        for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-    },
-    (DECODE_FWD, "attn_logits"): _SCRATCH,
-    (DECODE_FWD, "num_kv_splits"): _PATH,
-}
-# The dtypes of tensors of integers, if vLLM does not pass int32 and int64.
-INDEX_DTYPES: Mapping[tuple[str, str], tuple[str, ...]] = {
-    (UNIFIED, "causal"): ("int32",),
-    (UNIFIED, "mm_prefix_range"): ("int32",),
-    (UNIFIED, "rswa_prefix_lens"): ("int32",),
-    (WRITE, "slot_mapping"): ("int64",),
-}
 NO_STRIDE = "The kernels get no stride of it; it must be contiguous."
 
 
@@ -263,17 +230,18 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
     strides = {int(n) for n in _after(facts, "stride ")}
     gaps: list[str] = []
     reasons: list[str] = []
-    reason = VALUE_REASONS.get((op, name)) or VALUE_REASONS.get(("", name))
+    record = OPS[op]
+    reason = record.why_neutral(name)
     if reason is not None:
         reasons.append(reason)
     elif not dtypes and len(values) < 2:
         gaps.append("one value only")
-    used = USED_STRIDES.get(op, {}).get(name, 0)
+    used = record.strides.get(name, 0)
     for dim in sorted(dims - strides):
         text = f"stride {dim} is that of a contiguous tensor"
         gaps, reasons = _sorted(text, NO_STRIDE if dim >= used else "", gaps, reasons)
     if set(dtypes) & set(_INDEX_DTYPES):
-        wanted = INDEX_DTYPES.get((op, name), _INDEX_DTYPES)
+        wanted = record.index_dtypes.get(name, _INDEX_DTYPES)
         gaps += [f"never {dtype}" for dtype in wanted if dtype not in dtypes]
     return ParameterUse(
         name=name,

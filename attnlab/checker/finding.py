@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
-from attnlab.case.ops import TRITON_OPS
+from attnlab.case.ops import OPS
 from attnlab.case.shown import Shown
 
 if TYPE_CHECKING:
@@ -321,8 +321,8 @@ def _of_json(text: str, path: Path) -> list[KnownFinding]:
 
 
 def _entry(where: str, op: str, kind: str, diagnosis: str, link: str) -> KnownFinding:
-    if op not in TRITON_OPS:
-        refuse(f"op in {where}", f"one of {', '.join(TRITON_OPS)}", op)
+    if op not in OPS:
+        refuse(f"op in {where}", f"one of {', '.join(OPS)}", op)
     if kind not in KINDS:
         refuse(f"kind in {where}", f"one of {', '.join(KINDS)}", kind)
     return KnownFinding(op=op, kind=kind, diagnosis=diagnosis or ANY, link=link)

@@ -25,7 +25,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import MERGE, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import MERGE, OPS, PREFILL, UNIFIED, WRAPPER, Op
 from attnlab.checker.variants import ARGUMENT_VARIANTS, LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.cache_folder import private_folder, writing
@@ -49,17 +49,36 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A property of a case, with its values, the plain one first, and the ops whose result depends on it."""
+    """A property of a case, with its values, the plain one first, and which ops' results depend on it."""
 
     name: str
     values: tuple[Value, ...]
-    ops: tuple[str, ...]
+    is_of: Callable[[Op], bool] = lambda op: True
 
 
-def _knob(name: str, ops: tuple[str, ...] = tuple(OPS), **values: Mapping[str, Any]) -> Knob:
+def _knob(name: str, is_of: Callable[[Op], bool], **values: Mapping[str, Any]) -> Knob:
     """Return a knob; an underscore in the name of a value is a space."""
     named = (Value(text.replace("_", " "), fields) for text, fields in values.items())
-    return Knob(name, tuple(named), ops)
+    return Knob(name, tuple(named), is_of)
+
+
+def _every(op: Op) -> bool:
+    return True
+
+
+def _attention(op: Op) -> bool:
+    """Answer whether an op computes scores."""
+    return op.scores
+
+
+def _cached(op: Op) -> bool:
+    """Answer whether an op gets a cache."""
+    return op.cache_layout is not None
+
+
+def _batched(op: Op) -> bool:
+    """Answer whether an op gets the tokens of sequences."""
+    return op.scores or op.writes_cache
 
 
 def _mask(name: str, **fields: Any) -> dict[str, Any]:
@@ -70,15 +89,12 @@ def _argument(name: str, **fields: Any) -> dict[str, Any]:
     return {"op_argument": name, **fields}
 
 
-_ATTENTION = tuple(op for op in OPS if op not in (MERGE, WRITE))  # the ops that compute scores
-_CACHED = tuple(op for op in OPS if OPS[op].cache_layout is not None)  # those that get a cache
-_BATCHED = tuple(op for op in OPS if op != MERGE)  # those that get the tokens of sequences
 MASK, CACHE, SPLIT, LENGTH_KNOBS = "mask", "cache", "split", "lengths"
 _FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0}
 KNOBS = (
     _knob(
         MASK,
-        _ATTENTION,
+        _attention,
         causal={},
         window_of_a_block={"sliding_window": 16},
         window_of_one_token={"sliding_window": 1},
@@ -97,7 +113,7 @@ KNOBS = (
     ),
     _knob(
         CACHE,
-        _CACHED,
+        _cached,
         plain={},
         fp8=_FP8,
         packed_values={"interleave_v": True},
@@ -105,9 +121,10 @@ KNOBS = (
         int8_per_token_head=_argument("int8_per_token_head"),
         fp8_per_token_head=_argument("fp8_per_token_head"),
     ),
-    _knob(SPLIT, _ATTENTION, none={"num_splits": 0}, four={"num_splits": 4}),
+    _knob(SPLIT, _attention, none={"num_splits": 0}, four={"num_splits": 4}),
     _knob(
         "heads",
+        _every,
         two_per_KV_head={"num_heads": 4, "num_queries_per_kv": 2},
         three_per_KV_head={"num_heads": 6, "num_queries_per_kv": 3},
         one_per_KV_head={"num_heads": 2, "num_queries_per_kv": 1},
@@ -115,30 +132,32 @@ KNOBS = (
     ),
     _knob(
         "head size",
-        tuple(OPS),
+        _every,
         **{"64": {"head_size": 64}, "80": {"head_size": 80}, "32": {"head_size": 32}},
     ),
     _knob(
         "block size",
-        _CACHED,
+        _cached,
         **{"16": {"block_size": 16}, "48": {"block_size": 48}, "8": {"block_size": 8}},
     ),
-    _knob("dtype", float16={}, float32={"dtype": "float32"}, bfloat16={"dtype": "bfloat16"}),
     _knob(
-        "strides", _BATCHED, contiguous={}, fused={"kv_layout": "fused"}, HND={"kv_layout": "HND"}
+        "dtype", _every, float16={}, float32={"dtype": "float32"}, bfloat16={"dtype": "bfloat16"}
     ),
-    _knob("padding", none={}, five={"pad_batch": 5, "max_blocks_per_seq": 40}),
-    _knob("sinks", _ATTENTION, none={}, one_per_head={"sinks": True}),
-    _knob("soft cap", _ATTENTION, none={}, **{"2": {"softcap": 2.0}}),
-    _knob("scale", _ATTENTION, given={}, default={"sm_scale": None}, large={"sm_scale": 16.0}),
-    _knob("index dtype", _BATCHED, int32={}, int64={"stage": "int64"}),
+    _knob(
+        "strides", _batched, contiguous={}, fused={"kv_layout": "fused"}, HND={"kv_layout": "HND"}
+    ),
+    _knob("padding", _every, none={}, five={"pad_batch": 5, "max_blocks_per_seq": 40}),
+    _knob("sinks", _attention, none={}, one_per_head={"sinks": True}),
+    _knob("soft cap", _attention, none={}, **{"2": {"softcap": 2.0}}),
+    _knob("scale", _attention, given={}, default={"sm_scale": None}, large={"sm_scale": 16.0}),
+    _knob("index dtype", _batched, int32={}, int64={"stage": "int64"}),
 )
 TRIPLE = (MASK, CACHE, SPLIT)
 
 
 def values_of(op: str, lengths: Knob) -> dict[str, dict[str, Value]]:
     """Return the values of the knobs of an op by the names of knob and value; ``lengths`` is one of them."""
-    knobs = [knob for knob in (*KNOBS, lengths) if op in knob.ops]
+    knobs = [knob for knob in (*KNOBS, lengths) if knob.is_of(OPS[op])]
     return {knob.name: {value.name: value for value in knob.values} for knob in knobs}
 
 
@@ -359,7 +378,7 @@ def lengths_knob(op: str, found: Edges) -> Knob:
         seqs += [(_FEW, n) for n in contexts[:4]]
     elif OPS[op].prefill:
         seqs += zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)
-    return Knob(LENGTH_KNOBS, tuple(_values(seqs)), (op,))
+    return Knob(LENGTH_KNOBS, tuple(_values(seqs)))
 
 
 def _around(numbers: Iterable[int]) -> list[int]:
@@ -523,7 +542,7 @@ def random_case(backend: Backend, op: str, platform: str, rng: random.Random) ->
     fields: dict[str, Any] = {}
     for knob in KNOBS:
         others = [value for value in knob.values[1:] if "op_argument" not in value.fields]
-        if op in knob.ops and others and rng.random() < _UNUSUAL:
+        if knob.is_of(OPS[op]) and others and rng.random() < _UNUSUAL:
             fields |= rng.choice(others).fields
     group = rng.choice((1, 1, 2, 3, 4, 8))
     fields |= {

@@ -1,25 +1,28 @@
 """The variants of the hostile cases, as data: changed fields of a Case, each with its reason."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.op_arguments import OP_ARGUMENTS
-from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import DECODE_FWD, ENCODER, OPS, PREFILL, UNIFIED, WRAPPER, Op
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The fields of a Case that a variant changes, and why kernels get them wrong.
 
-    ``ops``: the ops that it is for; empty for all that support it.
+    ``ops``: the ops that it is for, by name or by what their records state; empty for all that support it.
     """
 
     fields: dict[str, Any]
     reason: str
-    ops: tuple[str, ...] = ()
+    ops: tuple[str, ...] | Callable[[Op], bool] = ()
 
     def is_for(self, op: str) -> bool:
         """Answer whether the variant is for an op."""
+        if callable(self.ops):
+            return self.ops(OPS[op])
         return not self.ops or op in self.ops
 
 
@@ -279,17 +282,26 @@ LATE_VARIANTS = (
 
 # The variants with values that random numbers do not have (:mod:`attnlab.tensors.batch`).
 
-SCORING = (WRAPPER, PREFILL, ENCODER, UNIFIED, MERGE)
 _VALUES: dict[str, Any] = {"query_lens": (3, 1), "ctx_lens": (30, 37), "num_splits": 0}
 _SPLIT_VALUES: dict[str, Any] = {"query_lens": (1, 1), "ctx_lens": (37, 65), "num_splits": 4}
+
+
+def _scoring(op: Op) -> bool:
+    """Answer whether an op computes, or merges, attention of several new tokens."""
+    return op.prefill and op.is_triton and not op.writes_cache
+
+
+def _splitting(op: Op) -> bool:
+    """Answer whether an op splits sequences."""
+    return op.num_splits is not None
 
 
 def _valued(name: str, reason: str, split_reason: str, **fields: Any) -> tuple[Variant, ...]:
     """Return the variants with a distribution of values; the second is for the ops that can split."""
     named = {"distribution": name, **fields}
     return (
-        Variant({**_VALUES, **named}, reason, SCORING),
-        Variant({**_SPLIT_VALUES, **named}, split_reason, (UNIFIED, DECODE_FWD)),
+        Variant({**_VALUES, **named}, reason, _scoring),
+        Variant({**_SPLIT_VALUES, **named}, split_reason, _splitting),
     )
 
 
@@ -317,7 +329,7 @@ VALUE_VARIANTS = (
     Variant(
         {**_VALUES, "distribution": "near_limit", "kv_cache_dtype": "fp8", "v_scale": 128.0},
         "Values near the limit of FP8, and their products with the scale near that of float16.",
-        SCORING,
+        _scoring,
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import flag
-from attnlab.case.ops import RELEASES, TRITON_OPS
+from attnlab.case.ops import OPS, RELEASES
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
 from attnlab.cli.command import Command, notice, notice_rules, progress
@@ -22,6 +22,7 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
+from attnlab.library.op import libraries
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -63,8 +64,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="your own kernel, or plugin:NAME of an installed one: a function that takes a KernelCall and "
         "writes call.output; its attribute op names the op that it implements",
     )
-    flag(library, "--source PATH", "a vLLM: a wheel, an sdist or a checkout")
+    flag(library, "--source PATH", "a vLLM or another --library: a wheel, an sdist or a checkout")
     flag(library, "--installed", "the vLLM that is installed")
+    flag(
+        library,
+        "--library",
+        "the library that --source is, or that is installed (default: %(default)s)",
+        choices=libraries(),
+        default="vllm",
+    )
     flag(
         library,
         "--csrc",
@@ -81,7 +89,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--op",
         "check this op; repeatable (default: all)",
         action="append",
-        choices=TRITON_OPS,
+        choices=tuple(OPS),
     )
     add_conditions(parser.add_argument_group("how to check it"))
     add_scaling(parser.add_argument_group("where to run it"))
@@ -179,7 +187,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _library(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that select what is checked."""
-    names = ("kernel", "source", "installed", "csrc", "release", "device")
+    names = ("kernel", "source", "library", "installed", "csrc", "release", "device")
     return {name: getattr(args, name) for name in names}
 
 
@@ -200,7 +208,6 @@ def check_run_flags(args: argparse.Namespace) -> None:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
     from attnlab.checker.check import check_library_flags
-    from attnlab.checker.finding import read_known
 
     command.check_share_flags(args)
     check_library_flags(**_library(args), coverage=_is_measured(args))
@@ -209,8 +216,6 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
         )
-    if args.known is not None:
-        read_known(args.known)
     check_ci_files(args)
     if args.out is not None:
         from attnlab.tasks.store import check_can_store
@@ -221,10 +226,13 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _backend(args: argparse.Namespace) -> "Backend":
     """Return what is checked, and create the folders of the files to write."""
     from attnlab.checker.check import backend_of
+    from attnlab.checker.finding import read_known
 
     _check_flags(args)
     backend = backend_of(**_library(args))
-    if args.source is not None:
+    if args.known is not None:
+        read_known(args.known)
+    if args.source is not None and args.library == "vllm":
         from attnlab.kernels.vllm.source import find_source
 
         notice_rules(find_source(args.source))

@@ -4,17 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
-from attnlab.case.ops import (
-    CPU_ATTENTION,
-    DECODE_FWD,
-    ENCODER,
-    MERGE,
-    OPS,
-    PREFILL,
-    UNIFIED,
-    WRAPPER,
-    WRITE,
-)
+from attnlab.case.ops import OPS, PREFILL, WRAPPER
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
 
@@ -104,28 +94,37 @@ class Contract(Shown):
     block_sizes: tuple[int, ...] = ()
 
 
-# The table of contracts: one function per kernel of vLLM.
+# The contract of an op is in its record; those of the decode kernels that the wrapper calls are here.
 
 
 def contract(name: str, target: Target, op: str) -> Contract:
     """Return the contract of a kernel, or of an op, as ``op`` calls it on ``target``."""
-    return {
-        WRAPPER: _wrapper,
-        PREFILL: _prefill,
-        ENCODER: _encoder,
-        TRITON_DECODE: _triton_decode,
-        ROCM_DECODE: _rocm_decode,
-        CPU_ATTENTION: _cpu_attention,
-        UNIFIED: _unified,
-        DECODE_FWD: _decode_fwd,
-        MERGE: _merge,
-        WRITE: _write,
-    }[name](target, op)
+    if name == TRITON_DECODE:
+        return _triton_decode(target)
+    return _rocm_decode(target) if name == ROCM_DECODE else _of_record(name, target, op)
 
 
 def contracts_of(kernels: Iterable[str], target: Target, op: str) -> tuple[Contract, ...]:
     """Return the contracts of the kernels that ``op`` runs on ``target``, in their order."""
     return tuple(contract(name, target, op) for name in kernels)
+
+
+def _of_record(name: str, target: Target, op: str) -> Contract:
+    """Return the contract of an op by its record. Called by another op, the prefill op serves prefill rows.
+
+    A wrapper that casts converts the index tensors that the op would reject.
+    """
+    record = OPS[name]
+    stated = record.contract_at(target.release)
+    if target.wrapper_cast and "on_int64" in stated:
+        stated["on_int64"] = dict.fromkeys(stated["on_int64"], "convert")
+    formats = tuple(one for one in _triton_formats(target) if one in record.kv_cache_dtypes)
+    usual = {
+        "serves": "prefill" if name == PREFILL != op else "all",
+        "kv_cache_dtypes": formats,
+        "new_tokens_from": record.new_tokens_from,
+    }
+    return Contract(name=name, source=record.source(target.release), **{**usual, **stated})
 
 
 def _triton_formats(target: Target) -> tuple[str, ...]:
@@ -134,49 +133,7 @@ def _triton_formats(target: Target) -> tuple[str, ...]:
     return ("auto", *e4m3, "fp8_e5m2")
 
 
-def _wrapper(target: Target, op: str) -> Contract:
-    """Return the contract of chunked_prefill_paged_decode, which calls a prefill and a decode kernel.
-
-    The two kernels together serve every row. The default scale comes from ``query.shape[1]``, the number
-    of heads, up to 0.11.2, and from ``query.shape[2]``, the head size, since then.
-    """
-    return Contract(
-        name=WRAPPER,
-        source=OPS[WRAPPER].source(target.release),
-        serves="all",
-        new_tokens_from=OPS[WRAPPER].new_tokens_from,
-        default_scale="num_heads" if target.release == "0.11.2" else "head_size",
-        sinks="any",
-    )
-
-
-def _prefill(target: Target, op: str) -> Contract:
-    """Return the contract of context_attention_fwd, which reads the cache up to ctx_len only."""
-    return Contract(
-        default_scale="head_size",
-        name=PREFILL,
-        source=OPS[PREFILL].source(target.release),
-        serves="all" if op == PREFILL else "prefill",
-        new_tokens_from=OPS[PREFILL].new_tokens_from,
-        kv_cache_dtypes=_triton_formats(target),
-        sinks="without alibi",  # the op asserts it
-    )
-
-
-def _encoder(target: Target, op: str) -> Contract:
-    """Return the contract of triton_prefill_attention, which reads no cache."""
-    return Contract(
-        name=ENCODER,
-        source=OPS[ENCODER].source(target.release),
-        serves="all",
-        new_tokens_from=OPS[ENCODER].new_tokens_from,
-        default_scale="head_size",
-        kv_cache_dtypes=OPS[ENCODER].kv_cache_dtypes,
-        sinks="any",
-    )
-
-
-def _triton_decode(target: Target, op: str) -> Contract:
+def _triton_decode(target: Target) -> Contract:
     """Return the contract of Triton's paged decode.
 
     0.11.2 loads the whole last block and adds the mask to the scores (-inf + NaN is NaN), so NaN in
@@ -196,7 +153,7 @@ def _triton_decode(target: Target, op: str) -> Contract:
     )
 
 
-def _rocm_decode(target: Target, op: str) -> Contract:
+def _rocm_decode(target: Target) -> Contract:
     """Return the contract of the ROCm custom kernel.
 
     ``block_tables`` and ``seq_lens`` are read through ``data_ptr<int>()``, which checks the dtype;
@@ -221,86 +178,3 @@ def _rocm_decode(target: Target, op: str) -> Contract:
         head_sizes=(64, 128),
         block_sizes=(16, 32),
     )
-
-
-def _cpu_attention(target: Target, op: str) -> Contract:
-    """Return the contract of vLLM's compiled CPU attention.
-
-    It has no arguments for new tokens: every key and value comes from the cache. ``data_ptr<int32_t>``
-    checks all three index tensors (csrc/cpu/cpu_attn.cpp). Value slots after seq_len, up to the next
-    multiple of 16 or 32 tokens, are multiplied by the weight 0: NaN there reaches the output.
-    """
-    names = ("block_table", "seq_lens", "query_start_loc")
-    return Contract(
-        name=CPU_ATTENTION,
-        source=OPS[CPU_ATTENTION].source(target.release),
-        serves="all",
-        new_tokens_from=OPS[CPU_ATTENTION].new_tokens_from,
-        on_int64=dict.fromkeys(names, "convert" if target.wrapper_cast else "reject"),
-        reads_tail="value",
-        block_size_multiple=16,
-        sinks="any",
-        sink_dtypes=("bfloat16", "float32"),
-        softcap="overflows",
-        kv_cache_dtypes=OPS[CPU_ATTENTION].kv_cache_dtypes,
-        dtypes=("float16", "bfloat16", "float32"),
-        head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-    )
-
-
-def _unified(target: Target, op: str) -> Contract:
-    """Return the contract of unified_attention, which reads new tokens, like context tokens, from the cache.
-
-    Until vLLM PR #56579 it computed the soft cap from two exponentials, which overflow.
-    """
-    return Contract(
-        name=UNIFIED,
-        alibi_from="first new token",
-        sinks="any",
-        softcap="overflows" if target.release == "0.11.2" else "any",
-        source=OPS[UNIFIED].source(target.release),
-        serves="all",
-        new_tokens_from=OPS[UNIFIED].new_tokens_from,
-        kv_cache_dtypes=_formats(target, UNIFIED),
-    )
-
-
-def _decode_fwd(target: Target, op: str) -> Contract:
-    """Return the contract of decode_attention_fwd: one row per sequence."""
-    return Contract(
-        name=DECODE_FWD,
-        softcap="any",
-        source=OPS[DECODE_FWD].source(target.release),
-        serves="decode",
-        new_tokens_from=OPS[DECODE_FWD].new_tokens_from,
-        kv_cache_dtypes=_formats(target, DECODE_FWD),
-    )
-
-
-def _merge(target: Target, op: str) -> Contract:
-    """Return the contract of merge_attn_states.
-
-    The lab computes one of its two inputs, attention over the context, from the cache.
-    """
-    return Contract(
-        name=MERGE,
-        source=OPS[MERGE].source(target.release),
-        serves="all",
-        new_tokens_from=OPS[MERGE].new_tokens_from,
-    )
-
-
-def _write(target: Target, op: str) -> Contract:
-    """Return the contract of reshape_and_cache_flash, which writes the cache."""
-    return Contract(
-        name=WRITE,
-        source=OPS[WRITE].source(target.release),
-        serves="all",
-        new_tokens_from=OPS[WRITE].new_tokens_from,
-        kv_cache_dtypes=_formats(target, WRITE),
-    )
-
-
-def _formats(target: Target, op: str) -> tuple[str, ...]:
-    """Return the values of kv_cache_dtype that an op supports on the target's platform."""
-    return tuple(name for name in _triton_formats(target) if name in OPS[op].kv_cache_dtypes)

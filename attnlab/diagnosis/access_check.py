@@ -18,9 +18,9 @@ from attnlab.diagnosis.pattern import PLACES, Pattern
 from attnlab.diagnosis.reruns import few_sequences, find_unwritten, further_cases
 from attnlab.diagnosis.rules.addresses import FAMILY
 from attnlab.diagnosis.rules.search import find_rule
+from attnlab.kernels.binding import scratch_full_of
 from attnlab.kernels.control import rows_agree
 from attnlab.kernels.triton.run_log import other_outside
-from attnlab.kernels.vllm.op_calls import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 

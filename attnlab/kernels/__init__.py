@@ -15,9 +15,9 @@ def find_backend(
 ) -> "Backend":
     """Return the backend of a name, as in ``Case.backend``.
 
-    ``source`` is the vLLM of the backends "vllm", "rocm" and "cuda", None for the installed one; ``device``
-    is where backend "vllm" runs, "cuda" or "cpu", None for the GPU if torch can use one. Other backends
-    ignore both. Raises InvalidCase for a user's function that cannot be loaded.
+    ``source`` is the vLLM of the backends "vllm", "rocm" and "cuda", or the package of "library:NAME", None
+    for the installed one; ``device`` is where backend "vllm" runs, "cuda" or "cpu", None for the GPU if torch
+    can use one. Other backends ignore both. Raises InvalidCase for a user's function that cannot be loaded.
     """
     if name == "model":
         from attnlab.kernels.model import ModelBackend
@@ -41,4 +41,4 @@ def find_backend(
         return CpuBackend()
     from attnlab.kernels.plugin import PluginBackend
 
-    return PluginBackend(spec=name)
+    return PluginBackend(spec=name, path=source if name.startswith("library:") else None)

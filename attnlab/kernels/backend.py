@@ -216,7 +216,7 @@ class Backend(ABC):
 
     def has_splits(self, op: str) -> bool:
         """Answer whether an op of these kernels has an argument for the number of parts."""
-        return self.release in OPS[op].split_releases
+        return bool(OPS[op].num_splits) and self.release in OPS[op].split_releases
 
     def not_applicable(self, op: str) -> list[str]:
         """Return what an op of these kernels lacks, one line for each missing name."""

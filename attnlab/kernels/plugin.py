@@ -11,7 +11,10 @@ A function with several parameters gets the call's tensors by the names of its a
 FlashAttention and FlashInfer (:mod:`attnlab.kernels.by_name`), and returns the output or writes its argument
 ``output``. It stands for unified_attention unless it declares an op.
 
-It raises NotImplementedError for a call that it does not support. What it returns is ignored:
+What is named may also be an op's record (:class:`attnlab.library.op.Op`), which states how the op is called,
+what it requires and what it can. "library:NAME" names all records of a library of attnlab's.
+
+A function raises NotImplementedError for a call that it does not support. What it returns is ignored:
 
     def my_kernel(call):
         call.output.copy_(attention(call.query, ...))   # right: writes its result
@@ -27,13 +30,14 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType
@@ -41,6 +45,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import (
     AttnLabError,
     DeviceLost,
@@ -49,11 +54,13 @@ from attnlab.case.errors import (
     Unavailable,
     Unsupported,
 )
-from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file
+from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file, refuse
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
+from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, TRITON_OPS
+from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.binding import bind, finish, lse_of
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
@@ -64,6 +71,10 @@ from attnlab.kernels.triton.interpreter import (
 )
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
+from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
+from attnlab.kernels.vllm.loader import Loader, package_stubs
+from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.library.op import Op, libraries, ops_of, package_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import strided
 
@@ -176,14 +187,16 @@ _LOADED: dict[tuple[str, str | None, int], Kernel] = {}
 class PluginBackend(Backend):
     """A user's function.
 
-    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an entry point; ``function``: what
-    it names, None to load it. ``stands_for``: the op, None for what the function declares. Raises InvalidCase
+    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an entry point, or
+    "library:NAME"; ``function``: what it names, None to load it. ``stands_for``: the op, None for what the
+    function declares. ``path``: the source of a library, None for the installed package. Raises InvalidCase
     if ``spec`` cannot be resolved or the function does not declare a known op.
     """
 
     spec: str
     function: Kernel | None = field(default=None, compare=False)
     stands_for: str | None = None
+    path: Path | str | None = None
 
     traces_reads = True
 
@@ -192,17 +205,49 @@ class PluginBackend(Backend):
         return self.spec
 
     def __post_init__(self) -> None:
-        """Load the function and check its attributes."""
-        if self.op not in TRITON_OPS:
+        """Load the function and check its attributes, or the records, which become ops."""
+        for record in self.records:
+            if record.result is None and not record.parameters("output"):
+                text = f"{record.name} must state a result, or a parameter whose value is output"
+                raise InvalidCase(f"{text}, got neither", field="op")
+            if OPS.setdefault(record.name, record).module != record.module:
+                text = f"{self.name}: name must be new, got {record.name}"
+                raise InvalidCase(text, field="op")
+        if not self.records and self.op not in TRITON_OPS:
             raise InvalidCase(
                 f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
                 field="op",
             )
 
     @cached_property
+    def records(self) -> tuple[Op, ...]:
+        """Return the records that the spec names; none for a function."""
+        library = _LIBRARY.fullmatch(self.spec)
+        if library is not None:
+            if library[1] not in libraries():
+                refuse("library", f"one of {', '.join(libraries())}", library[1])
+            return tuple(op for op in ops_of(library[1]) if op.is_triton)
+        found = load_kernel(self.spec) if self.function is None else self.function
+        return (found,) if isinstance(found, Op) else ()
+
+    @cached_property
     def kernel(self) -> Kernel:
-        """Return the function of a KernelCall."""
+        """Return the function of a KernelCall; of records, the function of the first."""
+        if self.records:
+            return self._function(self.records[0])
         return as_kernel(self.function or load_kernel(self.spec))
+
+    @cached_property
+    def source(self) -> Source | None:
+        """Return the source of a library; None for records of modules that Python can import."""
+        library = _LIBRARY.fullmatch(self.spec)
+        return None if library is None else find_source(self.path, package_of(library[1]))
+
+    def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
+        """Return the function of an op's record, as its package is on a platform."""
+        if self.source is None:
+            return _of_module(op.module, op.function)
+        return _of_source(self.source, platform, op.module, op.function)
 
     @property
     def file(self) -> str | None:
@@ -212,11 +257,13 @@ class PluginBackend(Backend):
         return None if code is None else str(code.co_filename)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plugin, (self.spec, self.stands_for)
+        return _plugin, (self.spec, self.stands_for, self.path)
 
     @property
     def op(self) -> str:
         """Return the op that the function stands for."""
+        if self.records:
+            return self.records[0].name
         own: str = getattr(self.kernel, "op", DEFAULT_OP)
         return self.stands_for or own
 
@@ -228,11 +275,29 @@ class PluginBackend(Backend):
     def declares_op(self) -> bool:
         """Return whether the function says which op it stands for."""
         kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
-        return self.stands_for is not None or hasattr(kernel, "op")
+        return bool(self.records) or self.stands_for is not None or hasattr(kernel, "op")
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return (self.op,)
+        return tuple(one.name for one in self.records) or (self.op,)
+
+    @property
+    def version(self) -> str:
+        return self.name if self.source is None else self.source.text()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return () if self.path is None else ("--source", str(self.path))
+
+    def check_features(self, case: Case) -> None:
+        if self.source is not None:
+            check_case(self.source, case)
+
+    def has_op(self, op: str) -> bool:
+        return super().has_op(op) and (self.source is None or has_op(self.source, op))
+
+    def not_applicable(self, op: str) -> list[str]:
+        return [] if self.source is None else not_applicable(self.source, op)
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
@@ -267,7 +332,7 @@ class PluginBackend(Backend):
         before = None if call.spec.writes_cache else call.buffer.clone()
         try:
             with launching(plan), interpreting(), contained():
-                returned = self.kernel(call)
+                returned = self._call(call, target, plan)
         except AttnLabError:
             raise
         except torch.AcceleratorError as error:
@@ -288,6 +353,17 @@ class PluginBackend(Backend):
         is_traced = options.trace_reads and bool(plan.observed.launches)
         return RunOutput(log=plan.observed, is_traced=is_traced)
 
+    def _call(self, call: KernelCall, target: Target, plan: LaunchPlan) -> Any:
+        """Run the function, or the op of the call as its record states; return what a function returned."""
+        if not self.records:
+            return self.kernel(call)
+        function = self._function(OPS[call.op], target.platform)
+        arguments = bind(function, call, target)
+        returned = function(**arguments)
+        finish(call, target, arguments, returned)
+        plan.observed.lse = lse_of(call, target, arguments, returned)
+        return None
+
 
 def _is_result(returned: Any, call: KernelCall) -> bool:
     """Answer whether a function returned a tensor, or several, of which one has the shape of the output."""
@@ -300,9 +376,25 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _plugin(spec: str, stands_for: str | None) -> PluginBackend:
+def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> PluginBackend:
     """Restore a backend in another process, which loads the function again."""
-    return PluginBackend(spec=spec, stands_for=stands_for)
+    return PluginBackend(spec=spec, stands_for=stands_for, path=path)
+
+
+_LIBRARY = re.compile(r"library:(\w+)")
+
+
+@lru_cache(maxsize=16)
+def _of_source(
+    source: Source, platform: Platform, module: str, function: str
+) -> Callable[..., Any]:
+    """Return a function of a package that is not imported; on a CPU it gets the lab's Triton."""
+    triton = None if torch.cuda.is_available() else interpreted_triton()
+    stubs = package_stubs(source.package, platform, triton)
+    found = getattr(Loader(source, stubs).load(module), function, None)
+    if not callable(found):
+        raise Unsupported(f"{module} of {source.text()} has no function {function}")
+    return found  # type: ignore[no-any-return]
 
 
 def as_kernel(function: Callable[..., Any]) -> Kernel:
@@ -414,7 +506,7 @@ def _function(spec: ModuleSpec, attribute: str) -> Kernel:
         text = text_of(error, spec.origin)
         raise InvalidCase(f"{spec.origin} cannot run: {text}", field="backend") from error
     found = getattr(module, attribute, None)
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Op):
         raise InvalidCase(f"{spec.origin} must have a function {attribute!r}", field="backend")
     kernel: Kernel = found
     return kernel

@@ -54,13 +54,14 @@ errors.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE, PREFILL, UNIFIED
+from attnlab.case.ops import CPU_ATTENTION, OPS, PREFILL
 from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.lab.reference import attend, stored_tokens
 from attnlab.tensors.batch import Batch
@@ -84,6 +85,11 @@ def _truncates(kernels: Sequence[str], output: torch.dtype) -> bool:
     """Return whether the output is rounded toward zero, by the CPU op of this machine."""
     here = kernels == (CPU_ATTENTION,) and not torch.cpu._is_avx512_supported()
     return here and output == torch.bfloat16
+
+
+def _alone(kernels: Sequence[str]) -> Mapping[str, Any]:
+    """Return what the record of an op states that it rounds, if the op is the only kernel."""
+    return OPS[kernels[0]].rounding if len(kernels) == 1 and kernels[0] in OPS else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +140,10 @@ class Rounding:
             warps = 7 if formats.query == torch.bfloat16 else 4
             parts = warps if by_warp else 1
             terms = 1 if len(kernels) == 1 else terms
-        if MERGE in kernels:
-            parts = 1
-        if kernels == (CPU_ATTENTION,):
-            terms = 0  # weights and values stay float32
-        by_hand = DECODE_FWD in kernels and call.num_queries_per_kv == 1
+        stated = [OPS[name].rounding for name in kernels if name in OPS]
+        parts = max([parts, *(one.get("parts", 0) for one in stated)])
+        terms = _alone(kernels).get("terms", terms)
+        by_hand = any("products" in one for one in stated) and call.num_queries_per_kv == 1
         products = 1 + (call.query.shape[2] - 1).bit_length() if by_hand else 0
         rounding = cls(
             unit=float(info.eps) / 2,
@@ -157,7 +162,7 @@ class Rounding:
         if not formats.has_fp8_query:
             return self
         found = self
-        if tuple(kernels) == (UNIFIED,):
+        if "fp8" in _alone(kernels):
             found = dataclasses.replace(
                 self, terms=1, keys=False, step=self.step / _WEIGHT_FACTOR[formats.query]
             )

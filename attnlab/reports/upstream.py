@@ -28,9 +28,9 @@ from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.slot_states import cached_lens
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.binding import arguments_of
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
@@ -135,7 +135,7 @@ def argument_facts(case: Case) -> dict[str, Any]:
 def merge_facts(case: Case) -> dict[str, Any]:
     """Return the parts of a merge as text."""
     plain = case.replace(backend="model", op_argument=NONE, trace_reads=False)
-    arguments = OP_CALLS[MERGE].arguments(Lab().call(plain), Target.of(plain))
+    arguments = arguments_of(Lab().call(plain), Target.of(plain))
     parts: dict[str, torch.Tensor] = {name: arguments[name] for name in _MERGED}
     return {"tensors": {name: tensor_text(one) for name, one in parts.items()}}
 
@@ -298,7 +298,7 @@ def _of_case(case: Case) -> dict[str, Any]:
     call, target = lab.call(plain), Target.of(plain)
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     kept = [count * case.block_size for count in freed_blocks(case)]
-    given = OP_CALLS[case.op].arguments(call, target)
+    given = arguments_of(call, target)
     arguments = {name: expression(name, value, call) for name, value in given.items()}
     cached = cached_lens(contract(case.op, target, case.op), call)
     return {
@@ -406,7 +406,7 @@ class ScriptedKernel:
             if call.op not in TRITON_OPS:
                 raise Unsupported(f"a script calls vLLM's Triton ops, and {call.op} is none")
             op = OPS[call.op]
-            arguments = OP_CALLS[call.op].arguments(call, target)
+            arguments = arguments_of(call, target)
             return cls(function=op.function, module=op.module, arguments=arguments)
         if not isinstance(backend, PluginBackend):
             raise Unsupported(f"a script has no backend {backend.name}")

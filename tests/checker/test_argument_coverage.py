@@ -1,27 +1,20 @@
 """Coverage of arguments: what did not occur is listed, unless there is a reason; no parameter is unknown."""
 
-import inspect
-
 import pytest
 import torch
 from helpers.sources import of_release
 
 from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.case.ops import OPS, TRITON_OPS, UNIFIED
-from attnlab.checker.coverage import INDEX_DTYPES, VALUE_REASONS, parameter_uses
+from attnlab.checker.coverage import parameter_uses
 from attnlab.checker.hostile import hostile_cases, launches
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
 from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.coverage import measuring
-from attnlab.kernels.vllm import op_calls
 from attnlab.kernels.vllm.features import op_functions
-from attnlab.kernels.vllm.op_arguments import (
-    USED_STRIDES,
-    argument_facts,
-    with_gaps,
-)
+from attnlab.kernels.vllm.op_arguments import argument_facts, with_gaps
 
 RELEASES = ("0.11.2", "0.33.0")
 
@@ -83,20 +76,17 @@ def test_every_parameter_is_passed_or_has_a_reason(version, op):
     """Those that the lab binds, those of op arguments, and those with a reason; nothing else."""
     if version not in OPS[op].releases:
         pytest.skip(f"{version} does not have the op")
-    bound = inspect.getsource(op_calls)
     argued = {name for one in OP_ARGUMENTS.values() if op in one.ops for name in one.parameters}
     for name in parameters(version, op):
-        has_reason = bool({(op, name), ("", name)} & VALUE_REASONS.keys())
-        assert f'"{name}"' in bound or name in argued or has_reason, name
+        assert name in OPS[op].arguments or name in argued or OPS[op].why_neutral(name), name
 
 
 @pytest.mark.releases
 def test_the_tables_name_parameters_that_exist():
-    every = {op: set(parameters("0.33.0", op)) for op in TRITON_OPS}
-    for op, name in (*VALUE_REASONS, *INDEX_DTYPES):
-        assert name in (every[op] if op else set().union(*every.values()))
-    for op, strides in USED_STRIDES.items():
-        assert set(strides) <= every[op]
+    for name in TRITON_OPS:
+        op = OPS[name]
+        stated = {*op.neutral, *op.index_dtypes, *op.strides, *op.writes}
+        assert stated <= set(parameters("0.33.0", name))
 
 
 def layout_gaps(op, is_left_out=lambda case: False):

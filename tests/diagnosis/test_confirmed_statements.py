@@ -26,7 +26,7 @@ from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
-from attnlab.kernels.vllm.op_calls import scratch
+from attnlab.kernels.binding import scratch
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result, SlotsRead
 from attnlab.tensors.call import KernelCall

@@ -41,11 +41,26 @@ def run(title: str) -> dict[str, object]:
     return names
 
 
-def test_an_op() -> None:
-    ops = pytest.importorskip("attnlab.case.ops")
-    new = run("Add an op")["RAGGED"]
-    assert {f.name for f in dataclasses.fields(new)} == {f.name for f in dataclasses.fields(ops.Op)}
-    assert not new.sliding_window
+def test_an_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The record of the example runs through check and diagnose, and a planted fault is found."""
+    function, record = (one.text for one in example("Add an op"))
+    for name, text in (
+        ("acme", function),
+        ("wrong_acme", function.replace("* scale", "* 2 * scale")),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        ops = record.replace('"acme"', f'"{name}"').replace('"acme_', f'"{name}_')
+        (tmp_path / f"{name}_ops.py").write_text(ops)
+    right = check(f"{tmp_path}/acme_ops.py:PAGES", cases=6)
+    assert (right.cases_run, right.findings) == (6, [])
+    (found,) = check(f"{tmp_path}/wrong_acme_ops.py:PAGES", cases=2, seconds=60).findings
+    assert found.diagnosis == "scale_doubled"
+    flags = ["--query-lens", "1,1", "--ctx-lens", "40,7", "--num-heads", "4", "--stage", "sound"]
+    flags += ["--distribution", "normal", "--json"]
+    for name, code, status in (("acme", 0, "nothing wrong"), ("wrong_acme", 1, "explained")):
+        backend = f"{tmp_path}/{name}_ops.py:PAGES"
+        assert main(["diagnose", "--backend", backend, *flags]) == code
+        assert json.loads(capsys.readouterr().out)["status"] == status
 
 
 def test_a_backend(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from helpers.sources import needs_triton, of_release
 
 import attnlab
 from attnlab.contracts.contract import Target
+from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm.backend import load
-from attnlab.kernels.vllm.op_calls import bind
 from attnlab.lab.lab import Lab
 from attnlab.recorder.arguments import call_of_reading, read_arguments
 from attnlab.recorder.ops import vllm_ops

@@ -17,9 +17,9 @@ import attnlab
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.main import main
 from attnlab.contracts.contract import Target
+from attnlab.kernels.binding import arguments_of
 from attnlab.kernels.run_call import on_device
 from attnlab.kernels.runner import is_bisecting, runners
-from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.replay.replay_call import (
     Replay,
     Replays,
@@ -209,7 +209,7 @@ def test_bits_and_distances():
 def test_an_op_gets_a_saved_cache_with_its_own_strides():
     call = flash_call()
     target = Target.of(attnlab.Case(platform="sm_90"))
-    key = OP_CALLS[call.op].arguments(call, target)["k"]
+    key = arguments_of(call, target)["k"]
     assert key.data_ptr() == call.key_cache.data_ptr()
     assert key.stride() == (2 * 16 * 2 * 32, 64, 32, 1)
     moved = on_device(call, "meta")

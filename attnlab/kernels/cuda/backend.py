@@ -21,10 +21,10 @@ from attnlab.case.ops import RELEASES, WRITE
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
+from attnlab.kernels.binding import arguments_of, finish
 from attnlab.kernels.rocm import device as emulated
 from attnlab.kernels.rocm.build import CHECKED_FLAGS, build, find_compiler
 from attnlab.kernels.rocm.findings import place_of
-from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall
 
@@ -317,9 +317,8 @@ class CudaBackend(Backend):
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
     ) -> RunOutput:
         options.on_step(f"kernels, {WRITE} of CUDA")
-        how = OP_CALLS[WRITE]
-        given = how.arguments(call, target)
+        given = arguments_of(call, target)
         kv_cache_dtype = given.pop("kv_cache_dtype")
         cache_ops(self.source.root)(WRITE, given, kv_cache_dtype)
-        how.finish(call, given)
+        finish(call, target, given)
         return RunOutput()

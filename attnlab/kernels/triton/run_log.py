@@ -184,7 +184,7 @@ class Watched:
 
     @classmethod
     def of(cls, call: KernelCall) -> "Watched":
-        """Return the shapes of a call, with its caches in both of vLLM's layouts.
+        """Return the shapes of a call, with its caches in both of vLLM's layouts, and one slot after another.
 
         Interleaved values (``interleave_v``) are not traced; their keys are.
         """
@@ -193,6 +193,7 @@ class Watched:
             tuple(call.key_cache.shape): (0, 3),
             (blocks, kv_heads, head_size, block_size): (0, 3),
             (blocks, block_size, kv_heads, head_size): (0, 1),
+            (blocks * block_size, kv_heads, head_size): (0, 0),
         }
         if call.interleave_v:
             del caches[tuple(call.value_cache.shape)]
@@ -231,7 +232,7 @@ class Region:
         bytes_ = tensor.element_size()
         factors = dict.fromkeys(range(tensor.dim()), 0)
         factors[dims[-1]] = 1
-        if len(dims) == 2:
+        if len(set(dims)) == 2:
             factors[dims[0]] = tensor.shape[dims[1]]
         strides = [stride * bytes_ for stride in tensor.stride()]
         places = sorted(

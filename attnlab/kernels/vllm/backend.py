@@ -30,10 +30,11 @@ from attnlab.case.errors import (
 )
 from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
-from attnlab.case.ops import ENCODER, OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
+from attnlab.case.ops import OPS, RELEASES, TRITON_OPS
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
+from attnlab.kernels.binding import bind, finish, lse_of
 from attnlab.kernels.model import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
@@ -57,7 +58,6 @@ from attnlab.kernels.vllm.op_arguments import (
     pass_argument,
     with_function,
 )
-from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import presented
@@ -214,8 +214,6 @@ def rocm_decode(
 
 
 ALL = Subset()
-# Ops that write only call.output, which processes can share.
-_ONE_OUTPUT = (WRAPPER, PREFILL, ENCODER)
 _NOTICE_S = 60.0  # announce a run that takes longer
 
 
@@ -411,7 +409,7 @@ def run(
     )
     plan = LaunchPlan(
         needed=lambda kernel, args, program: is_measuring() or needed(kernel, args, program, share),
-        processes=interpreter.cores() if call.op in _ONE_OUTPUT and argument_of is None else 1,
+        processes=interpreter.cores() if len(call.spec.writes) == 1 and argument_of is None else 1,
         on_programs=on_programs,
         watched=Watched.of(moved) if watch else None,
     )
@@ -419,10 +417,10 @@ def run(
         with calling(call.op, source, plan):
             function(**passed.arguments)
             if passed.finish is None:
-                OP_CALLS[call.op].finish(moved, passed.arguments)
+                finish(moved, target, passed.arguments)
             else:
                 passed.finish(moved.buffer)
-            lse = OP_CALLS[call.op].lse(passed.arguments)
+            lse = lse_of(moved, target, passed.arguments)
             plan.observed.lse = None if lse is None else lse.cpu()
     finally:
         loaded.dispatch.use_custom = False

@@ -18,20 +18,11 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.masks import CAUSAL, MASKS
-from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import (
-    DECODE_FWD,
-    ENCODER,
-    MERGE,
-    OPS,
-    PREFILL,
-    TRITON_OPS,
-    UNIFIED,
-    WRAPPER,
-    WRITE,
-)
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS, Needs
+from attnlab.case.ops import OPS, Op
 from attnlab.kernels.triton.coverage import Branch, Marker
-from attnlab.kernels.vllm.source import OPS_FOLDERS, Source
+from attnlab.kernels.vllm.source import Source
+from attnlab.library.op import libraries, package_of
 from attnlab.tensors.call import KernelCall
 
 # The functions that an op of vLLM can run: itself, the kernels that it launches, and what these call.
@@ -157,7 +148,8 @@ def _read(file: Path, changed: int) -> _Module:
 
 
 def _imports(nodes: Iterable[ast.ImportFrom]) -> Iterator[tuple[str, tuple[str, str]]]:
-    folders = {folder.replace("/", ".") for folder in OPS_FOLDERS}
+    packages = (package_of(name) for name in libraries())
+    folders = {folder.replace("/", ".") for one in packages for folder in one.folders}
     for node in nodes:
         package, _, leaf = (node.module or "").rpartition(".")
         if node.level == 1 or package in folders:
@@ -187,115 +179,26 @@ def _function(file: Path, module: _Module, node: ast.FunctionDef) -> Function:
     )
 
 
-FunctionName = tuple[str, str]  # module and name
-DIFFKV: FunctionName = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
-_WRITE = OPS[WRITE].module
-WRITE_SCALED: FunctionName = (_WRITE, f"{_WRITE}_per_token_head_quant")
-WRITE_DIFFKV: FunctionName = (_WRITE, f"{_WRITE}_diffkv")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """The names that the source of an op must have for a feature.
-
-    - ``own``: parameters of the function that is called.
-    - ``inside``: parameters, or attributes that are read, of that function or of one that it runs.
-    - ``function``: the function that is called, None for that of the op.
-    """
-
-    own: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    function: FunctionName | None = None
-
-
-def _each(names: Mapping[str, str]) -> dict[str, Needs]:
-    return {op: Needs(own=(name,)) for op, name in names.items()}
-
-
-_INT4 = "INT4_PER_TOKEN_HEAD"
-_SCALED = Needs(own=("kv_quant_mode", "k_scale_cache", "v_scale_cache"))
-_SEGMENTS = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-_CAUSAL = ("causal",)
-# By field and its value, "" for every other than the plain one: what each op needs. Ops that are not here
-# need nothing: the lab computes the feature before the op runs, or the rules of a Case refuse it.
-FEATURES: dict[tuple[str, str], Mapping[str, Needs]] = {
-    ("alibi", ""): _each(dict.fromkeys((WRAPPER, PREFILL, UNIFIED), "alibi_slopes")),
-    ("sliding_window", ""): _each(
-        {
-            **dict.fromkeys((WRAPPER, PREFILL), "sliding_window"),
-            **{UNIFIED: "window_size", ENCODER: "sliding_window_q"},
-        }
-    ),
-    ("sinks", ""): _each(dict.fromkeys(TRITON_OPS, "sinks")),
-    ("softcap", ""): _each({**dict.fromkeys(TRITON_OPS, "softcap"), DECODE_FWD: "logit_cap"}),
-    ("num_splits", ""): {
-        **_each(dict.fromkeys(TRITON_OPS, "num_splits")),
-        UNIFIED: Needs(own=("num_par_softmax_segments", *_SEGMENTS)),
-        DECODE_FWD: Needs(own=("num_kv_splits",)),
-    },
-    ("interleave_v", ""): _each(
-        {WRAPPER: "use_interleaved_v_cache", PREFILL: "interleaved_v_pack_factor"}
-    ),
-    ("output_scale", ""): _each(
-        {**dict.fromkeys(TRITON_OPS, "output_scale"), PREFILL: "fp8_out_scale"}
-    ),
-    ("mask", "bidirectional"): {
-        **dict.fromkeys((WRAPPER, PREFILL, UNIFIED), Needs(own=_CAUSAL)),
-        ENCODER: Needs(own=("is_causal",)),
-    },
-    ("mask", "causal_by_sequence"): {UNIFIED: Needs(own=_CAUSAL, inside=("USE_PER_SEQ_CAUSAL",))},
-    ("mask", "ranges"): {UNIFIED: Needs(own=("mm_prefix_range",))},
-    ("mask", "ranges_in_window"): {
-        UNIFIED: Needs(own=("mm_prefix_range", "mm_prefix_clamp_sliding_window"))
-    },
-    ("mask", "prefix_and_window"): {UNIFIED: Needs(own=("rswa_prefix_lens", "rswa_window"))},
-    ("mask", "chunks"): {UNIFIED: Needs(own=("chunk_lookback",))},
-    ("mask", "tree"): {UNIFIED: Needs(own=("qq_bias",))},
-    ("op_argument", "alibi_sqrt"): {UNIFIED: Needs(own=("use_alibi_sqrt",))},
-    ("op_argument", "fp8_query"): {UNIFIED: Needs(own=("q_descale",))},
-    ("op_argument", "fp8_output"): _each(
-        {**dict.fromkeys((WRAPPER, UNIFIED, MERGE), "output_scale"), PREFILL: "fp8_out_scale"}
-    ),
-    **{
-        ("op_argument", name): {UNIFIED: _SCALED, WRITE: Needs(function=WRITE_SCALED)}
-        for name, one in OP_ARGUMENTS.items()
-        if one.cache is not None and not one.is_packed and one.strided is None
-    },
-    ("op_argument", "int4_per_token_head"): {
-        UNIFIED: Needs(own=_SCALED.own, inside=(_INT4,)),
-        WRITE: Needs(own=("kv_quant_mode",), inside=(_INT4,), function=WRITE_SCALED),
-    },
-    ("op_argument", "diffkv"): {
-        UNIFIED: Needs(function=DIFFKV),
-        WRITE: Needs(function=WRITE_DIFFKV),
-    },
-    ("op_argument", "tensor_descriptors"): {UNIFIED: Needs(own=("use_td",))},
-    ("op_argument", "cached_new_tokens"): dict.fromkeys(
-        (WRAPPER, PREFILL), Needs(inside=("KV_FROM_CACHE",))
-    ),
-    ("op_argument", "block_pointers"): _each(
-        dict.fromkeys((WRAPPER, PREFILL), "is_block_table_ptr")
-    ),
-    ("op_argument", "sinks_of_key_0"): {ENCODER: Needs(own=("sinks_bias_key0",))},
-    ("op_argument", "skip_decode"): {PREFILL: Needs(own=("skip_decode",))},
-    ("op_argument", "suffix_only_tokens"): {MERGE: Needs(own=("prefill_tokens_with_context",))},
-    ("op_argument", "no_lse"): {MERGE: Needs(own=("output_lse",))},
-    ("op_argument", "default_scales"): {DECODE_FWD: Needs(own=("k_scale", "v_scale"))},
-    ("op_argument", "short_scratch"): {UNIFIED: Needs(own=_SEGMENTS)},
-    ("op_argument", "no_max_seq_len"): {PREFILL: Needs(own=("max_seq_len",))},
-    ("op_argument", "head_major"): {WRITE: Needs(inside=("USE_HEAD_MAJOR_LAYOUT",))},
-    ("op_argument", "head_major_packed"): {WRITE: Needs(own=("interleaved_v_pack_factor",))},
+_ABSENT = Needs(own=("causal",))  # of an op without masks
+# Fields of a Case that an op must have a parameter for, by the names of values that the parameter has.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "alibi": ("alibi_slopes",),
+    "sliding_window": ("sliding_window", "window_left"),
+    "sinks": ("sinks",),
+    "softcap": ("softcap",),
+    "num_splits": ("splits",),
+    "interleave_v": ("interleave_v",),
+    "output_scale": ("output_scale",),
 }
-FEATURES |= {
-    ("op_argument", name): FEATURES["op_argument", one.base]
-    for name, one in OP_ARGUMENTS.items()
-    if one.strided is not None and ("op_argument", one.base) in FEATURES
-}
+_PREPARED = (
+    "alibi",
+    "sliding_window",
+    "interleave_v",
+)  # by the lab, for ops that compute no scores
 _PLAIN: dict[str, Any] = {
     **{"mask": CAUSAL, "op_argument": NONE, "sliding_window": 0},
     **{"softcap": None, "num_splits": None, "output_scale": None},
 }
-_FIELDS = tuple(dict.fromkeys(field for field, _ in FEATURES))
 
 
 def has_op(source: Source, op: str) -> bool:
@@ -330,7 +233,8 @@ def check_call(
     used = [(field, "") for field, value in given.items() if value is not None]
     for field, value in (*used, *(("mask", name) for name in call.visibility.masks)):
         if lack := _lack(_needs(call.op, field, value), own, inside):
-            text = f"{field} must be {_plain_text(field)}: {call.op} of this vLLM has {lack}"
+            where = "vLLM" if call.spec.library == "vllm" else call.spec.library
+            text = f"{field} must be {_plain_text(field)}: {call.op} of this {where} has {lack}"
             raise Unsupported(f"{text}, got {value}" if value else text)
 
 
@@ -353,22 +257,22 @@ def not_applicable(source: Source, op: str) -> list[str]:
     if not has_op(source, op):
         return [f"{op}: not applicable: {source.text()} has no function {OPS[op].function}"]
     found: dict[str, list[str]] = {}
-    for field, value in FEATURES:
-        if _has_somewhere(op, field, value) and (lack := lacks(source, op, field, value)):
+    for field, value in features_of(OPS[op]):
+        if lack := lacks(source, op, field, value):
             found.setdefault(lack, []).append(value or field)
     texts = [f"{', '.join(names)} ({lack})" for lack, names in found.items()]
     return [f"{op}: not applicable: {'; '.join(texts)}"] if texts else []
 
 
-def _has_somewhere(op: str, field: str, value: str) -> bool:
-    """Answer whether an op has a feature in some release, as a field of a Case."""
-    if field in ("sinks", "softcap", "num_splits"):
-        return getattr(OPS[op], field) is not None
-    if field == "mask":
-        return op in MASKS[value].ops
-    if field == "op_argument" and op not in OP_ARGUMENTS[value].ops:
-        return False
-    return field != "output_scale" and op in FEATURES[field, value]
+def features_of(op: Op) -> Iterator[tuple[str, str]]:
+    """Yield the features that an op has in some release: a field of a Case, and its value or ""."""
+    for field, names in _FIELDS.items():
+        if field != "output_scale" and op.parameters(*names):
+            yield field, ""
+    yield from (("mask", name) for name, mask in MASKS.items() if op.name in mask.ops)
+    yield from (
+        ("op_argument", name) for name, one in OP_ARGUMENTS.items() if op.name in one.requires
+    )
 
 
 def lacks(source: Source, op: str, field: str, value: Any) -> str:
@@ -383,10 +287,17 @@ def lacks(source: Source, op: str, field: str, value: Any) -> str:
 
 def _needs(op: str, field: str, value: Any) -> Needs | None:
     """Return what an op needs for a feature, or None for nothing."""
-    by_op = FEATURES.get((field, value if (field, value) in FEATURES else ""), {})
-    if field == "mask" and op not in by_op and not OPS[op].writes_cache:
-        return Needs(own=("causal",))  # the op has no masks
-    return by_op.get(op)
+    record = OPS[op]
+    if field == "op_argument":
+        return OP_ARGUMENTS[value].requires.get(op)
+    if field == "mask":
+        mask = MASKS[value]
+        if op in mask.ops:
+            return Needs(own=record.parameters(*mask.uses), inside=mask.inside)
+        return None if record.writes_cache else _ABSENT
+    if not record.scores and field in _PREPARED:
+        return None
+    return Needs(own=record.parameters(*_FIELDS[field]) or (field,))
 
 
 def _lack(needs: Needs | None, own: Collection[str], inside: Collection[str] | None) -> str:
@@ -403,7 +314,7 @@ def _lack(needs: Needs | None, own: Collection[str], inside: Collection[str] | N
 def missing_scales(source: Source, case: Case) -> dict[str, tuple[str, ...]]:
     """Return what the op gets without its scales, with the arguments for them that it lacks."""
     op = case.spec
-    needs = FEATURES.get(("op_argument", case.op_argument), {}).get(case.op)
+    needs = case.argument.requires.get(case.op)
     called = needs.function if needs is not None else None
     found = _signature(source, *(called or (op.module, op.function)))
     if found is None:
@@ -424,7 +335,7 @@ def missing_scales(source: Source, case: Case) -> dict[str, tuple[str, ...]]:
 
 def _used(case: Case) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a Case that may need an argument, with their values."""
-    for field in _FIELDS:
+    for field in (*_FIELDS, "mask", "op_argument"):
         value = getattr(case, field, None)
         if value is not None and value != _PLAIN.get(field, False):
             yield field, value

@@ -1,9 +1,9 @@
-"""Load only vLLM's attention ops, each module with a private ``import``.
+"""Load only the attention ops of vLLM or another package, each module with a private ``import``.
 
 An import statement calls ``__import__`` from the builtins of its module. The loader replaces that function
-for op modules: ``vllm…`` (and, on a CPU, torch and Triton) come from a private table of op modules of the
-same source and stubs. So an installed vLLM stays unchanged, sys.modules has nothing new afterwards, several
-releases can be loaded in one process, and a module that fails to load leaves nothing in sys.modules.
+for op modules: those of the package (and, on a CPU, torch and Triton) come from a private table of op modules
+of the same source and stubs. So an installed package stays unchanged, sys.modules has nothing new afterwards,
+several releases can be loaded in one process, and a module that fails to load leaves nothing in sys.modules.
 """
 
 import ast
@@ -26,6 +26,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.case.platforms import Platform
 from attnlab.kernels.triton.coverage import mark_functions, marks
 from attnlab.kernels.vllm.source import Source
+from attnlab.library.op import Package
 from attnlab.tensors.formats import FORMATS
 
 # Stubs of vLLM's declared kernels (vllm/model_executor/warmup, 0.33.0): a class with a kernel.
@@ -96,7 +97,7 @@ def _listed(name: str, module: ModuleType) -> Iterator[None]:
 
 
 class Stub(ModuleType):
-    """A module of vLLM that is not loaded. Its names exist; calling one raises Unavailable."""
+    """A module of a package that is not loaded. Its names exist; calling one raises Unavailable."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -116,13 +117,16 @@ class Absent:
         return Absent(f"{self._name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise Unavailable(f"{self._name} was called, but the lab loads only vLLM's attention ops")
+        package = self._name.partition(".")[0].replace("vllm", "vLLM")
+        raise Unavailable(
+            f"{self._name} was called, but the lab loads only {package}'s attention ops"
+        )
 
 
 class Loader:
     """Load op modules of a Source.
 
-    - ``stubs``: replace other modules of vLLM, by dotted name.
+    - ``stubs``: replace other modules of the package, by dotted name.
     - ``is_marked``: whether the functions record what runs (:mod:`attnlab.kernels.triton.coverage`).
     """
 
@@ -178,7 +182,7 @@ class Loader:
             del self._modules[name]
             why = f"{type(error).__name__}: {error}"
             raise Unavailable(
-                f"{leaf} of vLLM {self._source.version} cannot be loaded: {why}"
+                f"{leaf} of {self._source.package.title} {self._source.version} cannot be loaded: {why}"
             ) from error
 
     def _importer(
@@ -192,7 +196,8 @@ class Loader:
         """Replace ``__import__`` in an op module; the parameters are those of ``__import__``."""
         if level:
             name = importlib.util.resolve_name("." * level + name, (globals or {})["__package__"])
-        if name.partition(".")[0] != "vllm" and name not in self._modules:
+        is_own = name.partition(".")[0] == self._source.package.name
+        if not is_own and name not in self._modules:
             return builtins.__import__(name, globals, locals, fromlist or (), 0)
         module = self._import(name)
         if not fromlist:
@@ -212,7 +217,7 @@ class Loader:
         )
 
 
-# Stubs for the modules that vLLM's attention ops import: vLLM's own, and torch without a GPU.
+# Stubs for the modules that attention ops import: those of their package, and torch without a GPU.
 
 _RCP_LN2 = 1.4426950216  # 1 / ln(2), as vllm/utils/math_utils.py rounds it (0.33.0)
 _CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "cdna": (9, 4), "rdna": (11, 0)}
@@ -273,13 +278,28 @@ def make_stubs(
         },
         **warmup_stubs(),
     }
-    stubs = {}
+    return _modules(contents, ModuleType, current, triton if interpret else None)
+
+
+def package_stubs(
+    package: Package, platform: Platform, triton: ModuleType | None
+) -> dict[str, ModuleType]:
+    """Return the stub modules that a package states, whose other names may not be called; ``triton``: what
+    replaces Triton."""
+    return _modules(package.stubs(platform), Stub, _Current(platform), triton)
+
+
+def _modules(
+    contents: Mapping[str, Mapping[str, Any]],
+    kind: type[ModuleType],
+    current: "_Current",
+    triton: ModuleType | None,
+) -> dict[str, ModuleType]:
+    """Return modules with some contents, and under the interpreter a torch and a Triton."""
+    made: dict[str, ModuleType] = {name: kind(name) for name in contents}
     for name, content in contents.items():
-        stubs[name] = ModuleType(name)
-        vars(stubs[name]).update(content)
-    if interpret:
-        stubs |= {"torch": _torch(current), "triton": triton}
-    return stubs
+        vars(made[name]).update(content)
+    return made if triton is None else {**made, "torch": _torch(current), "triton": triton}
 
 
 class _KVQuantMode(IntEnum):

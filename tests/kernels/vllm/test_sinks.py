@@ -14,7 +14,7 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
-from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
 from attnlab.contracts.contract import TRITON_DECODE, Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -25,8 +25,8 @@ from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.kernels import model
+from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm import backend as vllm_ops
-from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
@@ -55,7 +55,7 @@ def test_logits_are_of_each_heads_own(num_heads):
         assert not torch.equal(logits, logits.sort().values)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*TRITON_OPS, CPU_ATTENTION])
 def test_who_takes_them(op):
     """Only ops that accept sinks allow a Case with them; others reject it in one line."""
     lens = {"query_lens": (1,), "ctx_lens": (5 * OPS[op].context,)}

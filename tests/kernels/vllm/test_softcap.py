@@ -13,7 +13,7 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.ops import DECODE_FWD, OPS, UNIFIED, WRAPPER
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, TRITON_OPS, UNIFIED, WRAPPER
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -21,7 +21,7 @@ from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import model
-from attnlab.kernels.vllm.op_calls import bind
+from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
@@ -41,7 +41,7 @@ def capped(op: str = UNIFIED, **changes) -> Case:
     return hostile(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*TRITON_OPS, CPU_ATTENTION])
 def test_who_takes_it(op):
     """Only ops that accept a cap allow a Case with one; others reject it in one line."""
     own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}

@@ -1,0 +1,264 @@
+"""Bind the arguments of an op to a KernelCall, as the op's record states (:mod:`attnlab.library.op`).
+
+The arguments of all releases are in the record, by the library's names. :func:`bind` passes those that the
+function at hand has.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import Unavailable
+from attnlab.contracts.contract import Target
+from attnlab.kernels import model as paged
+from attnlab.kernels.model import Partials, partials, slot_mapping, written_cache
+from attnlab.kernels.vllm.features import check_call
+from attnlab.library.op import names_in
+from attnlab.tensors.cache import as_flash, to_flash
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import flash
+
+Arguments = dict[str, Any]
+_MOST_COPIED = 1 << 28  # elements before the lowest block of the block table
+_DEFAULT = object()  # of a parameter that is not passed
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
+_NUMBER: ContextVar[float] = ContextVar("scratch", default=float("nan"))
+
+
+@contextmanager
+def scratch_full_of(number: float) -> Iterator[None]:
+    """Let scratch memory be full of ``number`` inside the block, in place of NaN.
+
+    An output that changes depends on scratch memory that no kernel has written.
+    """
+    token = _NUMBER.set(number)
+    try:
+        yield
+    finally:
+        _NUMBER.reset(token)
+
+
+def scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
+    return torch.full(shape, _NUMBER.get(), device=call.query.device)
+
+
+class _Scratch:
+    """What ``float32`` means in a record: ``float32[sizes]`` is scratch memory of that shape."""
+
+    def __init__(self, call: KernelCall) -> None:
+        self._call = call
+
+    def __getitem__(self, sizes: int | tuple[int, ...]) -> torch.Tensor:
+        return scratch(self._call, sizes if isinstance(sizes, tuple) else (sizes,))
+
+
+def _one(call: KernelCall, number: float | None) -> torch.Tensor | None:
+    """Return a number as [1] float32, None for none."""
+    return None if number is None else torch.tensor([number], device=call.query.device)
+
+
+def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the key and value cache, each [num_blocks, block_size, num_kv_heads, head_size].
+
+    If the blocks before the lowest one in the block table have more than 2^28 elements, they are not copied:
+    they are untouched memory. The cache of a saved call that has this layout, or HND, is not copied: the op
+    gets it with its own strides.
+    """
+    dtype = paged.format_of(call, target).dtype
+    if call.layout != "x-split" and call.strides == "contiguous" and not call.spec.writes_cache:
+        key, value = as_flash(call.key_cache, call.value_cache)
+        return key.view(dtype), value.view(dtype)
+    first = int(call.block_table.min()) if call.block_table.numel() else 0
+    if first * call.key_cache[0].numel() <= _MOST_COPIED:
+        first = 0
+    key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
+    return key.view(dtype), value.view(dtype)
+
+
+def _partials(call: KernelCall, target: Target) -> Partials:
+    """Return the partial outputs and their log-sum-exp.
+
+    The log-sum-exp of an empty part is -inf, as in FlashAttention 3. In a padded call it is +inf in every
+    second row, as in FlashAttention 2.
+    """
+    parts = partials(call, target)
+    if call.padding:
+        for log in (parts.prefix_lse, parts.suffix_lse):
+            log[:, ::2] = log[:, ::2].masked_fill(log[:, ::2] == -torch.inf, torch.inf)
+    return parts
+
+
+def _slots(call: KernelCall) -> torch.Tensor:
+    """Return the slots with -1 for half of the padded tokens; the other half has no entry, as in vLLM."""
+    slots = slot_mapping(call)
+    return torch.cat([slots, slots.new_full((call.padding // 2,), -1)])
+
+
+def _right(call: KernelCall) -> int:
+    """Return the window to the right, 0 for causal rows; unified_attention takes the left one for it."""
+    if not call.sliding_window:
+        return -1
+    return 0 if call.causal is True or call.window_right is None else call.window_right
+
+
+def _token_slots(call: KernelCall) -> torch.Tensor:
+    """Return the slots of all tokens, sequence after sequence, [sum of seq_lens] int32."""
+    size = call.block_size
+    rows = zip(call.block_table.long(), call.seq_lens.tolist(), strict=True)
+    slots = [
+        (row[:, None] * size + torch.arange(size, device=row.device)).flatten()[:seq_len]
+        for row, seq_len in rows
+    ]
+    return torch.cat([*slots, call.block_table.new_zeros(0)]).int()
+
+
+def _starts(call: KernelCall) -> torch.Tensor:
+    """Return the sums of the lengths before each sequence, [num_seqs + 1] int32."""
+    return torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
+
+
+# What an expression of a record can name, in addition to the fields of a KernelCall.
+_VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
+    "default": lambda call, target: _DEFAULT,
+    # Sizes.
+    "tokens": lambda call, target: call.query.shape[0],
+    "seqs": lambda call, target: len(call.seq_lens),
+    "heads": lambda call, target: call.query.shape[1],
+    "kv_heads": lambda call, target: call.key.shape[1],
+    "head_size": lambda call, target: call.query.shape[2],
+    "value_size": lambda call, target: call.value_cache.shape[2],
+    "block_size": lambda call, target: call.block_size,
+    "splits": lambda call, target: (
+        call.spec.default_splits if call.num_splits is None else call.num_splits
+    ),
+    # Scales: the numbers, and the scale of the scores as passed, else the op's default by its contract.
+    **{
+        name: lambda call, target, name=name: call.number(name)  # type: ignore[misc]
+        for name in ("k_scale", "v_scale", "q_scale")
+    },
+    "scale": paged.scale_of,
+    "is_fp8": lambda call, target: paged.format_of(call, target).is_fp8,
+    # Which keys a row sees: those to the left and to the right of its own, -1 for all.
+    "window_left": lambda call, target: call.sliding_window - 1 if call.sliding_window else -1,
+    "window_right": lambda call, target: _right(call),
+    "has_window": lambda call, target: call.causal is not False or call.sliding_window > 0,
+    "has_rswa": lambda call, target: call.rswa_prefix_lens is not None,
+    "rswa_window": lambda call, target: call.sliding_window,
+    # The cache as [num_blocks, block_size, num_kv_heads, size], and lists of the slots of each sequence.
+    "flash_cache": _flash,
+    "slot_mapping": lambda call, target: _slots(call),
+    "token_slots": lambda call, target: _token_slots(call),
+    "token_starts": lambda call, target: _starts(call),
+    # Attention over the cache, and over the new tokens.
+    "partials": _partials,
+    # Functions.
+    "one": lambda call, target: lambda number: _one(call, number),
+    "given": lambda call, target: lambda value: _DEFAULT if value is None else value,
+    "float32": lambda call, target: _Scratch(call),
+    "int32": lambda call, target: (
+        lambda values: torch.tensor(values, dtype=torch.int32, device=call.query.device)
+    ),
+    "nan_like": lambda call, target: lambda tensor: torch.full_like(tensor, float("nan")),
+    "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
+    "written_cache": lambda call, target: written_cache,
+}
+
+
+_BUILTINS: Mapping[str, Any] = {one.__name__: one for one in (int, float, bool, len, max, min)}
+
+
+class Values(dict[str, Any]):
+    """The values that the expressions of a record can name, each computed when it is first used.
+
+    ``given``: further ones, such as the arguments of a call that was made.
+    """
+
+    def __init__(
+        self, call: KernelCall, target: Target, given: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(given or {})
+        self._call, self._target = call, target
+
+    def __missing__(self, name: str) -> Any:
+        if name in ("flash_key_cache", "flash_value_cache"):
+            found = self["flash_cache"][name == "flash_value_cache"]
+        elif name in _BUILTINS:
+            found = _BUILTINS[name]
+        elif name in _VALUES:
+            found = _VALUES[name](self._call, self._target)
+        elif hasattr(self._call, name):
+            found = getattr(self._call, name)
+        else:
+            raise NameError(f"{name} is not a value that a record can name")
+        self[name] = found
+        return found
+
+
+def evaluate(text: str, values: Values) -> Any:
+    """Return the value of an expression of a record."""
+    return eval(_code(text), {"__builtins__": {}}, values)
+
+
+@lru_cache(maxsize=512)
+def _code(text: str) -> CodeType:
+    return compile(text, f"<{text}>", "eval")
+
+
+def arguments_of(call: KernelCall, target: Target, names: Any = None) -> Arguments:
+    """Return the arguments of a call's op by name, of all releases; ``names``: only these."""
+    values = Values(call, target)
+    texts = call.spec.arguments.items()
+    found = {name: evaluate(text, values) for name, text in texts if names is None or name in names}
+    return {name: value for name, value in found.items() if value is not _DEFAULT}
+
+
+def bind(
+    function: Callable[..., Any],
+    call: KernelCall,
+    target: Target,
+    inside: Collection[str] | None = None,
+) -> Arguments:
+    """Return the arguments of an op by the parameter names of ``function``.
+
+    ``inside``: the names that the op's source has (:func:`attnlab.kernels.vllm.features.names_inside`), None
+    if unknown. Raises Unavailable for a required parameter that the record does not have, Unsupported for a
+    feature that the call uses and the function does not have.
+    """
+    parameters = inspect.signature(function).parameters
+    check_call(call, parameters, inside)
+    given = arguments_of(call, target, parameters)
+    for name, parameter in parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN
+        if is_required and name not in given:
+            raise Unavailable(
+                f"{call.op} requires the argument {name}, which the lab does not know"
+            )
+    return {name: given[name] for name in parameters if name in given}
+
+
+def finish(call: KernelCall, target: Target, arguments: Arguments, returned: Any = None) -> None:
+    """Copy the result into ``call.output`` if the op has it elsewhere, in the same form."""
+    op = call.spec
+    if op.result is not None:
+        found = evaluate(op.result, Values(call, target, {**arguments, "returned": returned}))
+        call.buffer.copy_(found.view(call.buffer.dtype) if found.dtype == torch.uint8 else found)
+    elif (written := arguments[op.parameters("output")[0]]) is not call.output:
+        call.buffer.copy_(written[: len(call.buffer)])
+
+
+def lse_of(
+    call: KernelCall, target: Target, arguments: Arguments, returned: Any = None
+) -> torch.Tensor | None:
+    """Return the log-sum-exp that the op wrote, [rows, num_heads] float32, or None."""
+    given = {**arguments, "returned": returned}
+    if call.spec.lse is None or not names_in(call.spec.lse) <= given.keys():
+        return None
+    found: torch.Tensor | None = evaluate(call.spec.lse, Values(call, target, given))
+    return found

