@@ -13,7 +13,7 @@ from attnlab.defects.edit import (
     has_several_seqs,
     has_window,
 )
-from attnlab.defects.problem import AttentionInputs, Problem
+from attnlab.lab.problem import AttentionInputs, Problem
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.case_visibility import mask_of
 from attnlab.tensors.visibility import Visibility

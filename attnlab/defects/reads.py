@@ -10,6 +10,7 @@ import torch
 
 from attnlab.defects.edit import (
     TILES,
+    Defect,
     Rows,
     family,
     fault,
@@ -17,7 +18,7 @@ from attnlab.defects.edit import (
     has_several_heads,
     has_several_seqs,
 )
-from attnlab.defects.problem import AttentionInputs, Defect, Predicted, Problem, RowSlice
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
 from attnlab.tensors.formats import FORMATS
 
 _reads_cache = has_cached(0)

@@ -8,7 +8,6 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
 from attnlab.contracts.dispatch import decide
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.cells import Cells, limit_of
 from attnlab.diagnosis.pattern import Fact, Pattern, Sizes, element_facts, place_facts
 from attnlab.diagnosis.pattern_values import size_fact, value_facts
@@ -22,6 +21,7 @@ from attnlab.lab.argument_reference import (
     wrong_reads,
 )
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.problem import AttentionInputs, Problem, RowSlice
+from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.lab.reference import attend
 from attnlab.tensors.case_visibility import mask_of
 

@@ -15,7 +15,6 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
-from attnlab.defects.problem import Problem, sample_rows
 from attnlab.diagnosis.candidates import Candidate, fit
 from attnlab.diagnosis.claims import FeatureClaim
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine, with_explanations, withdraw
@@ -24,6 +23,7 @@ from attnlab.diagnosis.location.repair_check import is_right
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun, further_cases, nearby_cases, with_other_numbers
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem, sample_rows
 
 _SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
 

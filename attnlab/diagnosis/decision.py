@@ -13,7 +13,7 @@ from attnlab.contracts.contract import contracts_of
 from attnlab.contracts.slot_states import unwritten_rows
 from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.defects import Defect
-from attnlab.defects.problem import AttentionInputs, Problem, RowSlice, changing_inputs
+from attnlab.defects.edit import changing_inputs
 from attnlab.diagnosis.candidates import (
     Candidate,
     Confirmation,
@@ -30,6 +30,7 @@ from attnlab.diagnosis.pattern_values import fitted_scale
 from attnlab.diagnosis.rules.rule import rule_defect
 from attnlab.kernels.control import rows_equal
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 
 _VERDICTS = (
     "explains",

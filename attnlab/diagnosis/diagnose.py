@@ -18,7 +18,6 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violations, find_violations
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.access_check import (
     with_accesses,
     with_bad_lines,
@@ -50,6 +49,7 @@ from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.kernels.triton.run_log import limiting_reruns
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.comparison import same_numbers

@@ -11,14 +11,6 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.defects import Defect
-from attnlab.defects.problem import (
-    AttentionInputs,
-    Predicted,
-    Problem,
-    RowSlice,
-    scores_of,
-    weights_of,
-)
 from attnlab.diagnosis.argument_pattern import ArgumentLab
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.cells import limit_of, ratio_of
@@ -49,6 +41,7 @@ from attnlab.diagnosis.reruns import (
 from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.control import Control, rows_agree
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.conclude import most_runs, xray
 from attnlab.weights.evidence import compare

@@ -19,10 +19,10 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, PREFILL
 from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
-from attnlab.defects.problem import Problem
 from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.model import format_of
 from attnlab.lab.argument_reference import StoredHalf, argument_rounding, query_as_read, wrong_reads
+from attnlab.lab.problem import Problem
 from attnlab.lab.rounding import Int4Rounding, Rounding
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import int4_scale, rotation_size

@@ -13,7 +13,6 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.argument_diagnosis import diagnose_argument
 from attnlab.diagnosis.argument_pattern import KIND, ArgumentLab, argument_lab, coarse_lab
 from attnlab.diagnosis.diagnose import diagnose
@@ -25,6 +24,7 @@ from attnlab.kernels.model import partials
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.argument_reference import reference_with_argument, wrong_reads
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output, presented
 from attnlab.tensors.quantised import OUTPUT_SCALE

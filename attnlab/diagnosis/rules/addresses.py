@@ -13,16 +13,10 @@ from itertools import combinations
 import torch
 
 from attnlab.case.ops import ENCODER, MERGE, PREFILL, WRAPPER
-from attnlab.defects.problem import (
-    AttentionInputs,
-    ChangeInputs,
-    Defect,
-    Problem,
-    RowSlice,
-    changing_inputs,
-)
+from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import divisions
 from attnlab.diagnosis.rules.rule import rule_defect
+from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, strided

@@ -13,9 +13,10 @@ from itertools import product
 import torch
 
 from attnlab.case.ops import MERGE, UNIFIED
-from attnlab.defects.problem import AttentionInputs, Defect, Predicted, Problem, RowSlice, softmax
+from attnlab.defects.edit import Defect
 from attnlab.diagnosis.rules.divisions import LOOPS, VisitedSlots, Visits, visits
 from attnlab.diagnosis.rules.rule import rule_defect
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
 
 FAMILY = "masks"
 _MISSING = {

@@ -9,16 +9,7 @@ from typing import Protocol
 import torch
 
 from attnlab.case.ops import DECODE_FWD, MERGE, UNIFIED
-from attnlab.defects.problem import (
-    Compute,
-    Defect,
-    Predicted,
-    Problem,
-    RowSlice,
-    all_rows,
-    concatenate,
-    scores_of,
-)
+from attnlab.defects.edit import Compute, Defect
 from attnlab.diagnosis.rules.addresses import (
     FAMILY,
     LSE_TERMS,
@@ -35,6 +26,7 @@ from attnlab.diagnosis.rules.addresses import (
 from attnlab.diagnosis.rules.divisions import Division, divisions
 from attnlab.diagnosis.rules.rule import ALL, parts_of, rows_of, rule_defect, text_of
 from attnlab.kernels.model import partials
+from attnlab.lab.problem import Predicted, Problem, RowSlice, all_rows, concatenate, scores_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import presented
 

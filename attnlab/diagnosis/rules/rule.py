@@ -3,7 +3,8 @@
 import torch
 
 from attnlab.case.ops import MERGE, WRAPPER
-from attnlab.defects.problem import Compute, Defect, IsShown, Problem, always
+from attnlab.defects.edit import Compute, Defect, IsShown, always
+from attnlab.lab.problem import Problem
 
 
 def rule_defect(

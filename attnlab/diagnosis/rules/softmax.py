@@ -14,19 +14,10 @@ from functools import partial
 import torch
 
 from attnlab.case.ops import MERGE
-from attnlab.defects.problem import (
-    AttentionInputs,
-    Compute,
-    Defect,
-    Predicted,
-    Problem,
-    RowSlice,
-    changing_inputs,
-    scores_of,
-    softmax,
-)
+from attnlab.defects.edit import Compute, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
 from attnlab.diagnosis.rules.rule import rule_defect
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, softmax
 from attnlab.tensors.case_visibility import mask_of
 
 ALL_KEYS = 1 << 40  # more keys than any sequence has
