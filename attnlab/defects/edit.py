@@ -48,10 +48,10 @@ class Defect:
     name: str
     family: str
     text: str
-    seen_in: tuple[str, ...]
-    touches: str
     compute: Compute
-    applies: Applies
+    seen_in: tuple[str, ...] = ()
+    touches: str = "all"
+    applies: Applies = lambda problem: True
     links: tuple[str, ...] = ()
     harmless: bool = False
     variants: tuple[tuple[str, Compute], ...] = ()
@@ -76,11 +76,6 @@ def changing_inputs(change: ChangeInputs) -> Compute:
         return problem.predict(change(problem, row_slice, inputs))
 
     return compute
-
-
-def always(problem: Problem) -> bool:
-    """Answer True: the defect applies to every call."""
-    return True
 
 
 TILES = (16, 32, 64, 128)  # tile sizes of vLLM's kernels
@@ -236,7 +231,7 @@ def fault(
         seen_in=tuple(seen_in.split(", ")),
         touches=touches,
         compute=found[0][1] if found else _compute(edit),
-        applies=_all(*applies) if applies else always,
+        applies=_all(*applies),
         links=links,
         variants=tuple(found),
         **others,

@@ -27,7 +27,6 @@ from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_values import fitted_scale
-from attnlab.diagnosis.rules.rule import rule_defect
 from attnlab.kernels.control import rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
@@ -177,7 +176,8 @@ def _fitted_scales(
     def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
         return dataclasses.replace(inputs, sm_scale=scale)
 
-    return [rule_defect(_RIVAL, _RIVAL, _RIVAL, changing_inputs(change))]
+    compute = changing_inputs(change)
+    return [Defect(family=_RIVAL, name=_RIVAL, text=_RIVAL, compute=compute)]
 
 
 def _is_degenerate(cause: Candidate, pattern: Pattern) -> bool:

@@ -16,7 +16,6 @@ import torch
 from attnlab.case.ops import MERGE
 from attnlab.defects.edit import Compute, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
-from attnlab.diagnosis.rules.rule import rule_defect
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, softmax
 from attnlab.tensors.case_visibility import mask_of
 
@@ -323,7 +322,7 @@ def loop_defects(problem: Problem) -> list[Defect]:
     if has_loops:
         found |= {loop: changes | _window_of_numbers(problem, loop) for loop in (0, 1)}
     return [
-        rule_defect(FAMILY, text, text, _in_loop(change, loop))
+        Defect(family=FAMILY, name=text, text=text, compute=_in_loop(change, loop))
         for loop, laws in found.items()
         for words, change in laws.items()
         for text in _texts(words, loop, has_sinks=call.sinks is not None)
@@ -646,8 +645,12 @@ def softmax_defects(problem: Problem) -> list[Defect]:
     if problem.call.op == MERGE or not problem.call.visibility.is_plain:
         return []
     return [
-        rule_defect(
-            SOFTMAX_FAMILY, text, text, _computed(law, division), partial(law.is_shown, division)
+        Defect(
+            family=SOFTMAX_FAMILY,
+            name=text,
+            text=text,
+            compute=_computed(law, division),
+            is_shown=partial(law.is_shown, division),
         )
         for division in divisions(problem)
         for text, law in _rules(division)
