@@ -21,7 +21,13 @@ from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine, with_ex
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.repair_check import is_right
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import Rerun, further_cases, nearby_cases, with_other_numbers
+from attnlab.diagnosis.reruns import (
+    Rerun,
+    further_cases,
+    nearby_cases,
+    with_contents,
+    with_other_numbers,
+)
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, sample_rows
 
@@ -48,7 +54,9 @@ def with_second_cases(
         has_same_lengths = other is None or other.lengths == case.lengths
         if not left or other is None or (has_same_lengths and all(cases[o.name] for o in left)):
             break
-        known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
+        known = with_contents(
+            other, output_init="recycled"
+        )  # so that unwritten rows can be recognised
         if any(one.name in SLOTS_OF for one in diagnosis.explanations):
             known = with_leaks(known, case)
         try:

@@ -466,7 +466,8 @@ def examine(
     """Diagnose one output of a Case without running anything; ``pattern`` is its pattern, if known."""
     call = lab.call(case)
     check_output(output, call.buffer)
-    problem = Problem.of_case(case, lab.batch(case), call, call.output)
+    native = lab.is_native_run(case)
+    problem = Problem.of_case(case, lab.batch(case), call, call.output, is_native=native)
     violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
     locations = locate(problem, output, case.query_heads, lab.reference(case))
     evidence = collect_evidence(problem, output, locations, violations, case.query_heads)

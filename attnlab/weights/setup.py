@@ -25,7 +25,7 @@ from attnlab.lab.argument_reference import StoredHalf, argument_rounding, query_
 from attnlab.lab.problem import Problem
 from attnlab.lab.rounding import Int4Rounding, Rounding
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.formats import int4_scale, rotation_size
+from attnlab.tensors.formats import rotation_size
 from attnlab.tensors.quantised import decoded_numbers, narrow_size, stored_numbers
 
 # Where the weights of an X-ray are computed: on this machine's cores, or on its GPU if there are many.
@@ -475,7 +475,7 @@ def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> 
         numbers, scale = stored_numbers(case, key_tokens(setup.call))
         key = decoded_numbers(case, numbers, scale)
         if case.argument.is_packed:
-            extra, fixed = _int4_errors(setup, key, scale, is_native)
+            extra, fixed = _int4_errors(setup, key, is_native)
     adjust = functools.partial(argument_rounding, case)
     kernels = tuple(dict.fromkeys(setup.kernels))
     problem = Problem.of_call(setup.call, setup.target, kernels)
@@ -487,9 +487,7 @@ def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> 
     return moved(found, device)
 
 
-def _int4_errors(
-    setup: AttentionSetup, key: torch.Tensor, scale: torch.Tensor, is_native: bool
-) -> tuple[float, float]:
+def _int4_errors(setup: AttentionSetup, key: torch.Tensor, is_native: bool) -> tuple[float, float]:
     """Return by how much a score may be off in addition, and a weight whose value is 1.
 
     The second is that of :meth:`Int4Rounding.bound` for numbers of at most 15 times the scale 1.
@@ -497,9 +495,7 @@ def _int4_errors(
     problem = Problem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
     int4 = Int4Rounding.of(problem.rounding(0), is_native)
     size, longest = setup.query.shape[2], int(setup.seq_len.max())
-    norms = float(setup.query.norm(dim=2).max()), float(key.norm(dim=2).max())
-    largest = 15 * float(int4_scale(scale).max())
-    score = int4.score_error(*norms, largest, size, setup.sm_scale)
+    score = int4.score_error(float(setup.query.norm(dim=2).max()), key, setup.sm_scale)
     sums = 15 * (int4.weight + longest * 2.0**-23)
     return score, sums + int4.output_error(rotation_size(size))
 
