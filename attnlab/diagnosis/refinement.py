@@ -446,11 +446,19 @@ def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float)
 
 def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis with what of the X-ray the outputs of further cases confirm; without that, the
-    X-ray describes nothing."""
+    X-ray describes nothing.
+
+    How a cache with a scale per token and head is read shows in coded values alone: there, the second Case of
+    the X-ray decides.
+    """
     found = diagnosis.xray
     if found is None or found.status != "described" or diagnosis.explanations:
         return diagnosis
-    weights = confirmed_weights(lab, case, found.descriptions, kernel.run)
+    weights = None
+    if case.argument.cache is None:
+        weights = confirmed_weights(lab, case, found.descriptions, kernel.run)
+    elif found.confirmed and found.description is not None:
+        weights = DescribedWeights(description=found.description, cases=1)
     status = "unexplained" if weights is None else "described"
     return dataclasses.replace(diagnosis, status=status, weights=weights)
 

@@ -195,16 +195,12 @@ def in_numbers(
     keys, values = (torch.cat(halves) for halves in zip(*parts, strict=True))
     query = query_as_read(case, batch.query)
     new = _as_read(case, call.key, call.value)
-    caches = {"key_cache": call.key_cache, "value_cache": call.value_cache}
+    changes: dict[str, Any] = {"query": query, "key": new[0], "value": new[1]}
+    if case.op_argument == "latent_cache":
+        changes["v_scale"] = call.k_scale
     if case.spec.cache_layout is not None:
-        caches = _caches_as_read(case, call)
-    changes: dict[str, Any] = (
-        {"v_scale": call.k_scale} if case.op_argument == "latent_cache" else {}
-    )
-    return (
-        replace(batch, query=query, key=keys, value=values),
-        replace(call, query=query, key=new[0], value=new[1], **caches, **changes),
-    )
+        changes |= _caches_as_read(case, call)
+    return replace(batch, query=query, key=keys, value=values), replace(call, **changes)
 
 
 def _caches_as_read(case: Case, call: KernelCall) -> dict[str, torch.Tensor]:
