@@ -46,6 +46,7 @@ from attnlab.checker.horizons import horizon_verdict
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
+from attnlab.defects.masks import MASK_IGNORED
 from attnlab.defects.reads import argument_defects
 from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
@@ -351,7 +352,8 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     may_lack_alibi = case.alibi and "alibi" not in case.argument.needs
     if may_lack_alibi and _is_correct(lab, backend, zeros.replace(alibi=False)):
         label = f"{label} with ALiBi"
-    found = examine(lab, zeros, of_zeros, argument_defects(zeros), Pattern()).diagnosis
+    defects = MASK_IGNORED, *argument_defects(zeros)
+    found = examine(lab, zeros, of_zeros, defects, Pattern()).diagnosis
     names = [one.name.replace("_", " ") for one in found.explanations[:1]]
     return _finding(zeros, "wrong_output", text, ": ".join((label, *names)))
 

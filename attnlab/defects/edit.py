@@ -228,7 +228,7 @@ def fault(
         name=name,
         family="",
         text=text,
-        seen_in=tuple(seen_in.split(", ")),
+        seen_in=tuple(filter(None, seen_in.split(", "))),
         touches=touches,
         compute=found[0][1] if found else _compute(edit),
         applies=_all(*applies),

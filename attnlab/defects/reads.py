@@ -21,6 +21,7 @@ from attnlab.defects.edit import (
     has_several_heads,
     has_several_seqs,
 )
+from attnlab.defects.masks import MASK_AND_WINDOW_IGNORED
 from attnlab.lab.argument_reference import wrong_reads
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
 from attnlab.tensors.formats import FORMATS
@@ -304,14 +305,15 @@ DECODING = family(
 
 
 def argument_defects(case: Case) -> tuple[Defect, ...]:
-    """Return the wrong reads that the Case's op argument may have, and that the op ignores it."""
+    """Return the wrong reads that the Case's op argument may have, and that the op ignores it or the mask."""
     if case.op_argument == NONE:
         return ()
     reads = [
         _of_argument(name, f"the cache is read wrongly: {name.replace('_', ' ')}")
         for name in wrong_reads(case)
     ]
-    return (*reads, _of_argument("argument_ignored", "the op ignores its argument"))
+    ignored = _of_argument("argument_ignored", "the op ignores its argument")
+    return (*reads, ignored, MASK_AND_WINDOW_IGNORED)
 
 
 def _of_argument(name: str, text: str) -> Defect:
