@@ -145,19 +145,6 @@ class Lab:
         kind = "lse" if with_lse else "reference"
         return self.shared.get(kind, (reference_key(case), where), make, in_file=where == "cpu")[0]
 
-    def _with_argument(self, case: Case) -> Reference:
-        """Return the right output of a Case with an op argument, without the log-sum-exp."""
-        output, dtype = self._predicted(case).output, torch.float32
-        if case.reference_dtype == "float64":
-            dtype = torch.float64
-        return Reference(output=output.to(self.where(case), dtype), lse=None)
-
-    def _predicted(self, case: Case) -> Predicted:
-        """Return the right output of a Case with an op argument, and its rounding bound, on the CPU."""
-        native = self.is_native_run(case)
-        problem = Problem.of_case(case, self.batch(case), self.call(case), is_native=native)
-        return problem.correct_output()
-
     def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
         """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
         where = self.where(case)
@@ -262,6 +249,19 @@ class Lab:
             make = lambda: self._predicted(case).bound.float().to(where)  # noqa: E731
         key = (reference_key(case), where, kernels, case.platform)
         return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
+
+    def _with_argument(self, case: Case) -> Reference:
+        """Return the right output of a Case with an op argument, without the log-sum-exp."""
+        output, dtype = self._predicted(case).output, torch.float32
+        if case.reference_dtype == "float64":
+            dtype = torch.float64
+        return Reference(output=output.to(self.where(case), dtype), lse=None)
+
+    def _predicted(self, case: Case) -> Predicted:
+        """Return the right output of a Case with an op argument, and its rounding bound, on the CPU."""
+        native = self.is_native_run(case)
+        problem = Problem.of_case(case, self.batch(case), self.call(case), is_native=native)
+        return problem.correct_output()
 
     def is_native_run(self, case: Case) -> bool:
         """Answer whether rounding bounds allow for what a GPU rounds."""
