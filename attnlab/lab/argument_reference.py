@@ -152,6 +152,7 @@ _NIBBLES: dict[str, Read] = {
 }
 
 
+_MOST_ELEMENTS = 1 << 24  # of a cache that is copied
 _FP8_UNIT, _FP8_STEP = 2.0**-4, 2.0**-10  # of e4m3: half the spacing at 1, half the smallest number
 
 
@@ -198,7 +199,8 @@ def in_numbers(
     changes: dict[str, Any] = {"query": query, "key": new[0], "value": new[1]}
     if case.op_argument == "latent_cache":
         changes["v_scale"] = call.k_scale
-    if case.spec.cache_layout is not None:
+    is_other = case.argument.cache is not None or case.op_argument in ("diffkv", "latent_cache")
+    if is_other and call.key_cache.numel() <= _MOST_ELEMENTS:  # of a larger one, the batch must do
         changes |= _caches_as_read(case, call)
     return replace(batch, query=query, key=keys, value=values), replace(call, **changes)
 
