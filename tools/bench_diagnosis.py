@@ -25,10 +25,10 @@ from attnlab.case.errors import KernelRejected
 from attnlab.case.shown import json_value
 from attnlab.checker.case_run import versions
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tasks.run import TaskRun
 from attnlab.tasks.store import ALL, Header
 from attnlab.tasks.task import InProcess, Job, Outcome, Task

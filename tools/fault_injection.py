@@ -10,9 +10,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import Predicted, Problem, RowSlice, all_rows
 from attnlab.diagnosis.candidates import possible_scopes
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Predicted, Problem, RowSlice, all_rows
 
 _OTHER_OPS = ("context_attention_fwd", *(2 * ("unified_attention",)), "merge_attn_states")
 

@@ -19,7 +19,6 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import Defect
 from attnlab.diagnosis.access_check import access_facts, lines_of
-from attnlab.diagnosis.argument_diagnosis import compared_argument
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import (
     AccessClaim,
@@ -110,7 +109,12 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
             verified &= _accesses(lab, backend, case, set(diagnosis.bad_lines))
         return {**base, "answer": _judged("described by a rule", verified)}
     if diagnosis.weights is not None:
-        verified = _describes(lab, backend, case, diagnosis.weights)
+        is_coded = case.argument.cache is not None
+        verified = (
+            _measures(lab, case, diagnosis.weights)
+            if is_coded
+            else _describes(lab, backend, case, diagnosis.weights)
+        )
         return {**base, "answer": _judged("described by weights", verified)}
     if diagnosis.is_by_repair:
         return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
@@ -262,37 +266,6 @@ def _output(lab: Lab, case: Case, texts: Mapping[Line, str]) -> torch.Tensor | N
     except AttnLabError:
         return None
     return None if ran.status == "rejected" else ran.output.cpu().clone()
-
-
-def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the kind of a diagnosis of a Case with an op argument, and whether fresh cases confirm it."""
-    base = {"status": diagnosis.status, "names": [], "said": diagnosis.sentences()}
-    if diagnosis.is_by_repair:
-        return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
-    if diagnosis.status == "described" and not diagnosis.wrong_rows:
-        verified = _side_outputs(lab, case, diagnosis)
-        return {**base, "answer": _judged("described by a pattern", verified)}
-    if diagnosis.features is not None:
-        verified = _needs(lab, case, diagnosis.features)
-        return {**base, "answer": _judged("described by its features", verified)}
-    if diagnosis.weights is not None:
-        verified = _measures(lab, case, diagnosis.weights)
-        return {**base, "answer": _judged("described by weights", verified)}
-    if diagnosis.claim is None:
-        return {**base, "answer": "abstained"}
-    decisive = 0
-    for fresh in fresh_cases(case, diagnosis.claim.only_decodes):
-        try:
-            ran = lab.run(fresh)
-        except AttnLabError:
-            continue
-        if ran.status == "rejected":
-            continue
-        left, is_wrong = compared_argument(lab, fresh, ran.output, diagnosis.claim)
-        if left is None or left.text != diagnosis.claim.text:
-            return {**base, "answer": "described by a pattern, wrong"}
-        decisive += is_wrong
-    return {**base, "answer": _judged("described by a pattern", decisive > 0)}
 
 
 def _judged(kind: str, verified: bool) -> str:

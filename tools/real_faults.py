@@ -59,7 +59,6 @@ from fault_lines import RANKS, rank_name, rank_of
 from fault_verification import (
     SoundRuns,
     answer_of,
-    answer_of_argument,
     judged_lines,
     repair_verdict,
 )
@@ -74,7 +73,6 @@ from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.contracts.dispatch import decide
-from attnlab.diagnosis.argument_pattern import argument_lab, coarse_lab
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -527,18 +525,12 @@ def named(
 def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the answer for a Case with an op argument.
 
-    If the output is wrong without the argument, too, the diagnosis is about that output. With an argument
-    that changes no number, it is about the plain Case, which runs with the argument.
+    If the output is wrong without the argument, too, the diagnosis is about that output.
     """
-    plain, own = case.replace(op_argument=NONE), argument_lab(lab, case)
-    if own is not None:
-        return answer_of(own, backend, plain, diagnosis)
+    plain = case.replace(op_argument=NONE)
     if diagnose(plain, lab=lab, defects=(), propose=False, limit=None).is_wrong:
         return answer_of(lab, backend, plain, diagnosis)
-    coarse = coarse_lab(lab, case)
-    if coarse is not None:
-        return answer_of(coarse, backend, plain, diagnosis)
-    return answer_of_argument(lab, case, diagnosis)
+    return answer_of(lab, backend, case, diagnosis)
 
 
 def readable(result: dict[str, Any]) -> str:

@@ -42,7 +42,6 @@ from attnlab.case.ops import MERGE, OPS, TRITON_OPS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -51,6 +50,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tensors.call import KernelCall
 
 LIMIT_S = 400.0
@@ -62,7 +62,7 @@ _KERNEL = '''"""Attention with a defect of the catalogue."""
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import Problem, all_rows
+from attnlab.lab.problem import Problem, all_rows
 
 
 def kernel(call):

@@ -46,7 +46,8 @@ from attnlab.checker.horizons import horizon_verdict
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
-from attnlab.diagnosis.argument_pattern import argument_names
+from attnlab.defects.masks import MASK_IGNORED
+from attnlab.defects.reads import argument_defects
 from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -351,8 +352,10 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     may_lack_alibi = case.alibi and "alibi" not in case.argument.needs
     if may_lack_alibi and _is_correct(lab, backend, zeros.replace(alibi=False)):
         label = f"{label} with ALiBi"
-    reads = argument_names(lab, zeros, of_zeros)
-    return _finding(zeros, "wrong_output", text, ": ".join((label, *reads[:1])))
+    defects = MASK_IGNORED, *argument_defects(zeros)
+    found = examine(lab, zeros, of_zeros, defects, Pattern()).diagnosis
+    names = [one.name.replace("_", " ") for one in found.explanations[:1]]
+    return _finding(zeros, "wrong_output", text, ": ".join((label, *names)))
 
 
 def _leak_with_argument(lab: Lab, backend: Backend, case: Case, text: str, label: str) -> Finding:

@@ -8,8 +8,8 @@ the reference reproduces them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from attnlab.defects.edit import Defect
 from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES, MASKS, TOKENS
-from attnlab.defects.problem import Defect
 from attnlab.defects.reads import DECODING, HEADS, READS, ROWS
 from attnlab.defects.scores import SCORES, SINKS, SOFTCAP
 from attnlab.defects.softmax import PARTITIONS, SOFTMAX

@@ -1,30 +1,82 @@
-"""Rows and fault: what the rows of the catalogue are written with.
+"""Defect, and Rows and fault: what the rows of the catalogue are written with.
 
 A defect is one function of the :class:`Rows` that it changes. It returns the inputs of attention that a
 wrong kernel uses, or the output where a wrong kernel writes what is no attention.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from attnlab.defects.problem import (
-    Applies,
-    AttentionInputs,
-    Compute,
-    Defect,
-    Predicted,
-    Problem,
-    RowSlice,
-    always,
-    softmax,
-)
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_visibility import mask_of
+
+# Defect: one way for a kernel, or for the code that calls it, to be wrong.
+
+Compute = Callable[[Problem, RowSlice], Predicted]
+Applies = Callable[[Problem], bool]
+IsShown = Callable[[Problem, Sequence[int]], bool]
+ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Defect:
+    """One way for a kernel, or for the code that calls it, to be wrong.
+
+    - ``name``: unique; ``family``: its group in the catalogue.
+    - ``text``: what happens, in one sentence without a full stop.
+    - ``seen_in``: public issues and pull requests that report it, as "repository #number".
+    - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
+      "decode" or "unwritten" (rows that the kernel never writes).
+    - ``links``: kinds of Violation that would cause it.
+    - ``compute``: returns the output of some rows under the defect; rows that it does not touch come out
+      correct.
+    - ``applies``: answers whether a call has the feature that the defect is about, such as a window.
+    - ``harmless``: the defect changes only the rounding.
+    - ``variants``: the same defect with other sizes, such as tiles, each as text and ``compute``. The
+      diagnosis tries all of them; elsewhere ``compute`` stands for them.
+    - ``is_possible``: answers whether the tensors at hand allow the defect; the diagnosis excludes others.
+    - ``is_shown``: answers whether wrong rows of some sequences can show what the text says. Elsewhere the
+      same rows follow from less: a lost sum of earlier tiles needs two tiles.
+    """
+
+    name: str
+    family: str
+    text: str
+    compute: Compute
+    seen_in: tuple[str, ...] = ()
+    touches: str = "all"
+    applies: Applies = lambda problem: True
+    links: tuple[str, ...] = ()
+    harmless: bool = False
+    variants: tuple[tuple[str, Compute], ...] = ()
+    is_possible: Applies = lambda problem: True
+    is_shown: IsShown = lambda problem, seqs: True
+
+    def expand(self) -> "tuple[Defect, ...]":
+        """Return one Defect for each variant, with its text; the defect itself if it has none."""
+        if not self.variants:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, text=f"{self.text} ({text})", compute=compute, variants=())
+            for text, compute in self.variants
+        )
+
+
+def changing_inputs(change: ChangeInputs) -> Compute:
+    """Return the ``compute`` of a defect that changes the inputs of attention."""
+
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        inputs = problem.attention_inputs(row_slice)
+        return problem.predict(change(problem, row_slice, inputs))
+
+    return compute
+
 
 TILES = (16, 32, 64, 128)  # tile sizes of vLLM's kernels
 Edit = Callable[..., AttentionInputs | Predicted]
@@ -164,7 +216,7 @@ def fault(
     links: tuple[str, ...] = (),
     **others: Any,
 ) -> Defect:
-    """Return a defect as a row of the catalogue; see :class:`attnlab.defects.problem.Defect`.
+    """Return a defect as a row of the catalogue; see :class:`attnlab.defects.edit.Defect`.
 
     - ``seen_in``: public issues and pull requests, separated by commas.
     - ``edit``: what a wrong kernel does with some Rows; with ``variants``, of their texts and arguments, it
@@ -176,10 +228,10 @@ def fault(
         name=name,
         family="",
         text=text,
-        seen_in=tuple(seen_in.split(", ")),
+        seen_in=tuple(filter(None, seen_in.split(", "))),
         touches=touches,
         compute=found[0][1] if found else _compute(edit),
-        applies=_all(*applies) if applies else always,
+        applies=_all(*applies),
         links=links,
         variants=tuple(found),
         **others,

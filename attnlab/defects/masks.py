@@ -1,5 +1,7 @@
 """Defects of what rows see: causal mask, sliding window, ranges, branches, and which tokens count."""
 
+from dataclasses import fields
+
 import torch
 
 from attnlab.defects.edit import (
@@ -13,7 +15,7 @@ from attnlab.defects.edit import (
     has_several_seqs,
     has_window,
 )
-from attnlab.defects.problem import AttentionInputs, Problem
+from attnlab.lab.problem import AttentionInputs, Problem
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.case_visibility import mask_of
 from attnlab.tensors.visibility import Visibility
@@ -368,6 +370,31 @@ BRANCHES = family(
         "vllm #47332",
         _tree_in_context,
         *(_has_tree, has_context),
+    ),
+)
+
+
+# Defects of an op that ignores the whole mask, whatever it is. For each mask, a row above says the same.
+
+
+def _is_masked(problem: Problem) -> bool:
+    return not problem.call.visibility.is_plain
+
+
+_NO_MASK = {one.name: one.default for one in fields(Visibility) if one.name != "sliding_window"}
+
+MASK_IGNORED, MASK_AND_WINDOW_IGNORED = family(
+    "op arguments",
+    fault(
+        "mask_ignored", "the mask is not applied", "", lambda at: at.under(**_NO_MASK), _is_masked
+    ),
+    fault(
+        "mask_and_window_ignored",
+        "neither the mask nor the sliding window is applied",
+        "",
+        lambda at: at.under(**_NO_MASK, sliding_window=0),
+        _is_masked,
+        lambda problem: problem.call.visibility.sliding_window > 0,
     ),
 )
 

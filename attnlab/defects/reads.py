@@ -4,12 +4,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from attnlab.case.case import Case
+from attnlab.case.op_arguments import NONE
 from attnlab.defects.edit import (
     TILES,
+    Defect,
     Rows,
     family,
     fault,
@@ -17,7 +21,9 @@ from attnlab.defects.edit import (
     has_several_heads,
     has_several_seqs,
 )
-from attnlab.defects.problem import AttentionInputs, Defect, Predicted, Problem, RowSlice
+from attnlab.defects.masks import MASK_AND_WINDOW_IGNORED
+from attnlab.lab.argument_reference import wrong_reads
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
 from attnlab.tensors.formats import FORMATS
 
 _reads_cache = has_cached(0)
@@ -293,6 +299,38 @@ DECODING = family(
     _format("fp8_e4m3fnuz", "vllm #45562"),
     _format("fp8_e5m2", "vllm #45720"),
 )
+
+
+# Defects of op arguments, which are known for a Case alone.
+
+
+def argument_defects(case: Case) -> tuple[Defect, ...]:
+    """Return the wrong reads that the Case's op argument may have, and that the op ignores it or the mask."""
+    if case.op_argument == NONE:
+        return ()
+    reads = [
+        _of_argument(name, f"the cache is read wrongly: {name.replace('_', ' ')}")
+        for name in wrong_reads(case)
+    ]
+    ignored = _of_argument("argument_ignored", "the op ignores its argument")
+    return (*reads, ignored, MASK_AND_WINDOW_IGNORED)
+
+
+def _of_argument(name: str, text: str) -> Defect:
+    return Defect(
+        name=name,
+        family="op arguments",
+        text=text,
+        compute=lambda problem, row_slice: _misread(problem, name).correct(row_slice),
+        applies=lambda problem: problem.misread is not None,
+    )
+
+
+@lru_cache(maxsize=4)
+def _misread(problem: Problem, name: str) -> Problem:
+    assert problem.case is not None
+    assert problem.misread is not None
+    return problem.misread(wrong_reads(problem.case).get(name))
 
 
 # Defects in the mapping of query heads to KV heads and of outputs to heads.

@@ -8,8 +8,8 @@ import torch
 
 from attnlab.case.ops import CPU_ATTENTION, UNIFIED
 from attnlab.contracts.contract import PARTITION_SIZE
-from attnlab.defects.edit import Rows, family, fault, has_head_groups, has_several_heads
-from attnlab.defects.problem import AttentionInputs, Defect, Problem
+from attnlab.defects.edit import Defect, Rows, family, fault, has_head_groups, has_several_heads
+from attnlab.lab.problem import AttentionInputs, Problem
 
 
 def _scale(

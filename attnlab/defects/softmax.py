@@ -13,7 +13,7 @@ import torch
 from attnlab.case.ops import UNIFIED
 from attnlab.contracts.contract import PARTITION_SIZE
 from attnlab.defects.edit import TILES, Rows, family, fault, has_cached, has_partial_block
-from attnlab.defects.problem import AttentionInputs, Problem, softmax
+from attnlab.lab.problem import AttentionInputs, Problem, softmax
 
 _SEGMENTS, _SEGMENT_TILE = 16, 16  # of the 3d path of unified_attention (vLLM 0.11.2, 0.33.0)
 _LN_2 = math.log(2)

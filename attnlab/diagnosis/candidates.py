@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.problem import Defect, Predicted, Problem, RowSlice
+from attnlab.defects.edit import Defect
 from attnlab.diagnosis.cells import MOST_LEFT, ErrorLocations, RowSample, limit_of
+from attnlab.lab.problem import Predicted, Problem, RowSlice
 
 MAX_CHANCE = (
     1e-9  # below this probability, a better fit of another candidate is not due to rounding

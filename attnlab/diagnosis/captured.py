@@ -18,7 +18,6 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.contracts.violations import Violations, find_violations
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.decision import check_output, examine, withdraw
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call, if_stable
@@ -39,6 +38,7 @@ from attnlab.kernels.run_call import for_call, run_call
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
 from attnlab.tensors.comparison import same_numbers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.problem import AttentionInputs, Problem, RowSlice
+from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.lab.reference import attend
 from attnlab.tensors.case_visibility import mask_of
 
@@ -77,7 +77,8 @@ def locate(
         difference.nan_to_num_(torch.inf, torch.inf)
         error[rows, ran] = difference.amax(2).float()
         ratio[rows, ran] = difference.div_(bound).amax(2).float()
-    _sharpen(problem, output, ratio, heads)
+    if problem.misread is None:
+        _sharpen(problem, output, ratio, heads)
     return ErrorLocations(ratio=ratio, error=error)
 
 
@@ -110,6 +111,11 @@ def correct_and_bound(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's correct output for some query heads and its rounding bound, each
     [query_len, heads, head_size] in ``dtype``."""
+    if problem.misread is not None:  # numbers of an op argument: small
+        tokens = torch.arange(problem.query_len(seq))
+        every = torch.arange(problem.num_heads)[heads]
+        found = problem.correct(RowSlice(seq=seq, tokens=tokens, heads=every))
+        return found.output.to(dtype), found.bound.to(dtype)
     call, group = problem.call, problem.call.num_queries_per_kv
     kv = heads if heads == slice(None) else slice(heads.start // group, -(-heads.stop // group))
     query = call.query[slice(*problem.row_starts()[seq : seq + 2]), heads]

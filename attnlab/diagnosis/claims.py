@@ -1,6 +1,7 @@
-"""ConfirmedRule: a rule beyond the catalogue that explains an output and those of further cases."""
+"""Claims: what is stated of a fault without a name, as far as further cases confirm it."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +28,35 @@ from attnlab.weights.rule import Description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmedRule:
-    """A rule and the number of further cases with wrong outputs that it explained.
+class Claim(ABC):
+    """A statement about a fault, and the number of further cases with wrong outputs that confirm it."""
+
+    cases: int
+
+    @property
+    @abstractmethod
+    def said(self) -> str:
+        """Return the statement in words."""
+
+    @property
+    def text(self) -> str:
+        """Return the statement in words, with the number of cases."""
+        return f"{self.said} (confirmed on {self.cases} further {_cases(self.cases)})"
+
+
+def _cases(count: int) -> str:
+    return "case" if count == 1 else "cases"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedRule(Claim):
+    """A rule that explains an output and those of further cases.
 
     ``only_decodes``: no wrong output with several new tokens of a sequence was seen. ``others``: rules of
     other kinds that give the same outputs in all of these cases.
     """
 
     candidate: Candidate
-    cases: int
     only_decodes: bool = False
     others: tuple[Candidate, ...] = ()
 
@@ -46,97 +67,71 @@ class ConfirmedRule:
         return ", or ".join(laws) + (": no case separates them" if self.others else "")
 
     @property
-    def text(self) -> str:
-        """Return the rule in words, with its rows and the number of cases."""
+    def said(self) -> str:
+        """Return the rule in words, with its rows."""
         scope = self.candidate.scope
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
-        plural = "case" if self.cases == 1 else "cases"
-        ran = " (in batches of decodes)" if self.only_decodes else ""
-        return f"{where}{self.law}{ran} (confirmed on {self.cases} further {plural})"
-
-
-# LeakClaim: an output that is wrong only because NaN in slots without a token reaches it.
+        return f"{where}{self.law}{' (in batches of decodes)' if self.only_decodes else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeakClaim:
+class LeakClaim(Claim):
     """The statement that every wrong row depends on slots without a token.
 
-    - ``cases``: the number of further cases with wrong rows.
-    - ``only_nan``: with finite numbers in these slots, every output is right. Otherwise every wrong row
-      changes with these numbers, too.
+    ``only_nan``: with finite numbers in these slots, every output is right. Otherwise every wrong row changes
+    with these numbers, too.
     """
 
-    cases: int
     only_nan: bool = True
 
     @property
-    def text(self) -> str:
+    def said(self) -> str:
         """Return the claim in words."""
-        plural = "case" if self.cases == 1 else "cases"
         if not self.only_nan:
-            return (
-                "slots that hold no token count: each wrong row changes with the numbers in them (confirmed "
-                f"on {self.cases} further {plural})"
-            )
+            return "slots that hold no token count: each wrong row changes with the numbers in them"
         return (
             "slots that hold no token are read and multiplied by weight 0, so that only NaN in them reaches "
-            f"the output: with finite numbers there, every output is right (confirmed on {self.cases} "
-            f"further {plural})"
+            "the output: with finite numbers there, every output is right"
         )
 
 
-# DescribedWeights: what an X-ray says of the weights, as far as outputs of further cases follow from it.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DescribedWeights:
-    """A description and the number of further cases with wrong outputs that follow from it.
+class DescribedWeights(Claim):
+    """A description of an X-ray from which the outputs of further cases follow.
 
     ``only_decodes``: it holds for batches of decodes; other batches were right, or follow another rule.
     ``right_decodes``: batches of decodes alone were right, as if another kernel computed them.
     """
 
     description: Description
-    cases: int
     only_decodes: bool = False
     right_decodes: bool = False
 
     @property
-    def text(self) -> str:
+    def said(self) -> str:
         """Return the description in words."""
-        plural = "case" if self.cases == 1 else "cases"
         scope = " (in batches of decodes)" if self.only_decodes else ""
         if self.right_decodes:
             scope = " (batches of decodes alone are right)"
-        return f"{self.description.text}{scope} (confirmed on {self.cases} further {plural})"
-
-
-# FeatureClaim: features of a call without which its output is right.
+        return f"{self.description.text}{scope}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureClaim:
+class FeatureClaim(Claim):
     """The statement that an output is wrong with some features of a call, and right without any of them.
 
-    - ``features``: nouns with their articles; without one of them, the output is right in all cases.
-    - ``cases``: the number of further cases with wrong outputs that are right without one of the features.
+    ``features``: nouns with their articles; without one of them, the output is right in all cases.
     """
 
     features: tuple[str, ...]
-    cases: int
 
     @property
-    def text(self) -> str:
+    def said(self) -> str:
         """Return the claim in words."""
         *others, last = self.features
         every = f"{', '.join(others)} and {last}" if others else last
         without = "if one of these is left out" if others else "without it"
-        plural = "case" if self.cases == 1 else "cases"
-        return (
-            f"the output is wrong with {every}, and right {without} (confirmed on {self.cases} further "
-            f"{plural})"
-        )
+        return f"the output is wrong with {every}, and right {without}"
 
 
 # Statements about what the programs of a Triton kernel store and load, from their recorded addresses.
@@ -345,10 +340,6 @@ def _place(repair: Repair) -> str:
     return f"{Path(repair.line[0]).name}, line {repair.line[1]}"
 
 
-def _cases(count: int) -> str:
-    return "case" if count == 1 else "cases"
-
-
 # PatternClaim: what a pattern says about other cases, so that running one can contradict it.
 
 _SCALE = "the output of another softmax scale: "
@@ -536,13 +527,12 @@ class AccessFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccessClaim:
+class AccessClaim(Claim):
     """Statements about the slots that a kernel reads and the elements that it writes, of one kind.
 
     - ``facts``: in every case, each concerns every wrong row and head.
     - ``either``: in every case, each wrong row and head is concerned by at least one of these.
     - ``some``: in every case with a wrong output, each concerns some rows.
-    - ``cases``: the number of further cases with wrong outputs.
     - ``several``: it is about batches of several sequences.
 
     None is true of a case with a right output, except that programs may store different numbers to the same
@@ -552,7 +542,6 @@ class AccessClaim:
     facts: tuple[str, ...] = ()
     either: tuple[str, ...] = ()
     some: tuple[str, ...] = ()
-    cases: int
     several: bool = False
 
     @property
@@ -561,15 +550,12 @@ class AccessClaim:
         return any(fact.startswith(UNWRITTEN) for fact in self.facts)
 
     @property
-    def text(self) -> str:
+    def said(self) -> str:
         """Return the claim in words."""
-        plural = "case" if self.cases == 1 else "cases"
         said = "; ".join((*self.facts, *self.some))
         if self.either:
             said = f"of each wrong row, one of these is true: {'; '.join(self.either)}"
-        if self.several:
-            said = f"in batches of several sequences, {said}"
-        return f"{said} (confirmed on {self.cases} further {plural})"
+        return f"in batches of several sequences, {said}" if self.several else said
 
     def holds_in(self, found: AccessFacts) -> bool:
         """Answer whether the claim is true of another case."""

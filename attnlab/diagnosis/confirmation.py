@@ -15,15 +15,21 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
-from attnlab.defects.problem import Problem, sample_rows
 from attnlab.diagnosis.candidates import Candidate, fit
 from attnlab.diagnosis.claims import FeatureClaim
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine, with_explanations, withdraw
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.repair_check import is_right
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import Rerun, further_cases, nearby_cases, with_other_numbers
+from attnlab.diagnosis.reruns import (
+    Rerun,
+    further_cases,
+    nearby_cases,
+    with_contents,
+    with_other_numbers,
+)
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem, sample_rows
 
 _SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
 
@@ -48,7 +54,9 @@ def with_second_cases(
         has_same_lengths = other is None or other.lengths == case.lengths
         if not left or other is None or (has_same_lengths and all(cases[o.name] for o in left)):
             break
-        known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
+        known = with_contents(
+            other, output_init="recycled"
+        )  # so that unwritten rows can be recognised
         if any(one.name in SLOTS_OF for one in diagnosis.explanations):
             known = with_leaks(known, case)
         try:

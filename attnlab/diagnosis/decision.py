@@ -13,7 +13,7 @@ from attnlab.contracts.contract import contracts_of
 from attnlab.contracts.slot_states import unwritten_rows
 from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.defects import Defect
-from attnlab.defects.problem import AttentionInputs, Problem, RowSlice, changing_inputs
+from attnlab.defects.edit import changing_inputs
 from attnlab.diagnosis.candidates import (
     Candidate,
     Confirmation,
@@ -27,9 +27,9 @@ from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_values import fitted_scale
-from attnlab.diagnosis.rules.rule import rule_defect
 from attnlab.kernels.control import rows_equal
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 
 _VERDICTS = (
     "explains",
@@ -176,7 +176,8 @@ def _fitted_scales(
     def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
         return dataclasses.replace(inputs, sm_scale=scale)
 
-    return [rule_defect(_RIVAL, _RIVAL, _RIVAL, changing_inputs(change))]
+    compute = changing_inputs(change)
+    return [Defect(family=_RIVAL, name=_RIVAL, text=_RIVAL, compute=compute)]
 
 
 def _is_degenerate(cause: Candidate, pattern: Pattern) -> bool:
@@ -465,7 +466,8 @@ def examine(
     """Diagnose one output of a Case without running anything; ``pattern`` is its pattern, if known."""
     call = lab.call(case)
     check_output(output, call.buffer)
-    problem = Problem.of_case(case, lab.batch(case), call, call.output)
+    native = lab.is_native_run(case)
+    problem = Problem.of_case(case, lab.batch(case), call, call.output, is_native=native)
     violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
     locations = locate(problem, output, case.query_heads, lab.reference(case))
     evidence = collect_evidence(problem, output, locations, violations, case.query_heads)

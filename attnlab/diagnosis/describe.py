@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.contracts.contract import PARTITION_SIZE
-from attnlab.defects.problem import Problem, score_error, scores_of
 from attnlab.diagnosis.cells import (
     CLEAR,
     ErrorLocations,
@@ -30,6 +29,7 @@ from attnlab.diagnosis.pattern import (
     place_facts,
 )
 from attnlab.diagnosis.pattern_values import scale_fact, size_fact, value_facts
+from attnlab.lab.problem import Problem, score_error, scores_of
 
 # KeyRule: a set of keys of each row, stated as a rule, such as "the keys of the last block".
 

@@ -18,15 +18,13 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violations, find_violations
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import Problem
+from attnlab.defects.reads import argument_defects
 from attnlab.diagnosis.access_check import (
     with_accesses,
     with_bad_lines,
     with_outside_reads,
     without_unfounded_rule,
 )
-from attnlab.diagnosis.argument_diagnosis import diagnose_argument
-from attnlab.diagnosis.argument_pattern import argument_lab
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.cells import ErrorLocations, locate
 from attnlab.diagnosis.claims import KernelLocation
@@ -50,6 +48,7 @@ from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.kernels.triton.run_log import limiting_reruns
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.comparison import same_numbers
@@ -86,16 +85,7 @@ def diagnose(
     began = time.perf_counter()
     if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
-    if case.op_argument != NONE:
-        return _with_argument(
-            lab or Lab(),
-            case,
-            output,
-            partial(diagnose, defects=defects, propose=propose, limit=limit),
-            limit,
-        )
-    defects = tuple(defects)
-    lab = lab or Lab()
+    defects, lab = (*defects, *argument_defects(case)), lab or Lab()
     ran, kernel = None, None if rerun is None else Kernel(run=repeated(rerun))
     started, rerun_s = time.process_time(), math.inf
     if output is None:
@@ -108,6 +98,10 @@ def diagnose(
     own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
+    diagnose_in = partial(diagnose, lab=own, defects=defects, propose=propose, limit=limit)
+    plain = _without_argument(case, diagnosis, None if ran is None else diagnose_in)
+    if plain is not None:
+        return plain
     with (
         controlled() as control,
         limiting_reruns(rerun_s),
@@ -127,10 +121,7 @@ def diagnose(
             announce(diagnosis)
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
     diagnosis = if_stable(diagnosis, examination.diagnosis, control)
-    distinction = None
-    if propose and len(diagnosis.explanations) > 1 and diagnosis.cause is None:
-        distinction = _distinguish(case, examination.problem, diagnosis)
-        distinction = dataclasses.replace(distinction, flags=flags)
+    distinction = _distinguish(case, examination.problem, diagnosis, flags) if propose else None
     return dataclasses.replace(
         diagnosis,
         tolerance=case.tolerance,
@@ -189,39 +180,19 @@ def if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagn
     )
 
 
-def _with_argument(
-    lab: Lab,
-    case: Case,
-    output: torch.Tensor | None,
-    diagnose_in: Callable[..., Diagnosis],
-    limit: Limit | None,
-) -> Diagnosis:
-    """Diagnose a Case with an op argument; equal runs of its kernel must agree."""
-    found = Diagnosis(status="described")
-    with controlled() as control:
-        found = _of_argument(lab, case, output, diagnose_in, limit)
-    return if_stable(found, found, control)
-
-
-def _of_argument(
-    lab: Lab,
-    case: Case,
-    output: torch.Tensor | None,
-    diagnose_in: Callable[..., Diagnosis],
-    limit: Limit | None,
-) -> Diagnosis:
-    """Diagnose a Case with an op argument; as a plain one if it runs and the argument changes no number."""
-    own = argument_lab(lab, case) if output is None else None
-    if own is None:
-        found = diagnose_argument(lab, case, output, diagnose_in)
-        if output is None and found.location is None:
-            found = _with_location(lab, case, found, limit)
-        return found if output is not None or limit is None else with_features(lab, case, found)
-    found = diagnose_in(case.replace(op_argument=NONE), lab=own)
-    what = f"whether it depends on op_argument {case.op_argument}, with which all cases ran"
-    return dataclasses.replace(
-        found, unknown=[*found.unknown, what] if found.is_wrong else found.unknown
+def _without_argument(
+    case: Case, found: Diagnosis, diagnose_in: Callable[[Case], Diagnosis] | None
+) -> Diagnosis | None:
+    """Return the diagnosis of a Case without its op argument, with a note, if that is wrong, too."""
+    if case.op_argument == NONE or not found.is_wrong or diagnose_in is None:
+        return None
+    plain = diagnose_in(case.replace(op_argument=NONE))
+    if not plain.is_wrong:
+        return None
+    what = (
+        f"what op_argument {case.op_argument} adds: this is about the output without it, wrong, too"
     )
+    return dataclasses.replace(plain, unknown=[*plain.unknown, what])
 
 
 def diagnose_call(
@@ -295,11 +266,16 @@ def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | No
     return with_features(lab, case, with_repair(lab, case, diagnosis, location.repairs))
 
 
-def _distinguish(case: Case, problem: Problem, diagnosis: Diagnosis) -> Distinction:
-    """Search for a Case that distinguishes the first two explanations."""
+def _distinguish(
+    case: Case, problem: Problem, diagnosis: Diagnosis, flags: tuple[str, ...]
+) -> Distinction | None:
+    """Search for a Case that distinguishes the first two of several explanations."""
+    if len(diagnosis.explanations) < 2 or diagnosis.cause is not None:
+        return None
     first, second = diagnosis.explanations[:2]
     rows = _rows_of(problem, first), _rows_of(problem, second)
-    return find_distinction(case, first.defect, second.defect, rows=rows)
+    found = find_distinction(case, first.defect, second.defect, rows=rows)
+    return dataclasses.replace(found, flags=flags)
 
 
 def _rows_of(problem: Problem, candidate: Candidate) -> str:
@@ -333,7 +309,10 @@ def _with_side_outputs(
 
 def _cpu_lab(lab: Lab, case: Case) -> Lab:
     """Return a Lab with its tensors on the CPU, where candidates are computed."""
-    return lab if lab.where(case) == "cpu" else dataclasses.replace(lab, device="cpu", on_step=None)
+    if lab.where(case) == "cpu":
+        return lab
+    native = lab.is_native_run(case)
+    return dataclasses.replace(lab, device="cpu", is_native=native, on_step=None)
 
 
 def _rejected(lab: Lab, case: Case, rejection: str) -> Diagnosis:

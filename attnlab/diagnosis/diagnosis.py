@@ -7,7 +7,6 @@ from typing import Any
 
 from attnlab.case.shown import Shown, json_number
 from attnlab.contracts.violations import Violations
-from attnlab.diagnosis.argument_pattern import KIND as ARGUMENT
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import (
     AccessClaim,
@@ -359,7 +358,6 @@ class Diagnosis(Shown):
             or self.weights
             or self.leak
             or (self.accesses is not None and self.accesses.is_unwritten)
-            or self.pattern.of(ARGUMENT)
         )
         return self.repair is not None and not known
 

@@ -13,10 +13,11 @@ from attnlab.case.errors import InvalidCase, KernelRejected
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.case.shown import Shown, json_number
 from attnlab.contracts.dispatch import decide
-from attnlab.defects.problem import Defect, Problem, make_problem, sample_rows
+from attnlab.defects.edit import Defect
 from attnlab.diagnosis.reruns import SECOND_SCALES
 from attnlab.kernels.control import Instability, controlled, rows_agree
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem, make_problem, sample_rows
 
 _LARGE_QUERY = 1 << 20  # elements; a Case with a larger query is shortened first
 _SHORT: dict[str, Any] = {

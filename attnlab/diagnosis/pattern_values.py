@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from attnlab.defects.problem import Problem, scores_of, softmax
 from attnlab.diagnosis.cells import (
     CLEAR,
     Cells,
@@ -22,6 +21,7 @@ from attnlab.diagnosis.cells import (
     ratio_of,
 )
 from attnlab.diagnosis.pattern import Fact, region_text
+from attnlab.lab.problem import Problem, scores_of, softmax
 
 _CLEAR = 4.0  # a cell is compared with others if its size exceeds this many rounding bounds
 _SHARE = 0.1  # a rule must reproduce this share of the wrong cells that are left

@@ -10,16 +10,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
-from attnlab.defects.problem import (
-    AttentionInputs,
-    Predicted,
-    Problem,
-    RowSlice,
-    scores_of,
-    weights_of,
-)
-from attnlab.diagnosis.argument_pattern import ArgumentLab
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.cells import limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
@@ -44,11 +36,13 @@ from attnlab.diagnosis.reruns import (
     find_dependence,
     find_slot_kinds,
     further_cases,
+    with_contents,
     with_known_contents,
 )
 from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.control import Control, rows_agree
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.conclude import most_runs, xray
 from attnlab.weights.evidence import compare
@@ -359,15 +353,13 @@ class Kernel:
 
 
 def kernel_of(lab: Lab, case: Case) -> Kernel:
-    """Return the kernels of a lab that run a Case. An X-ray would run them without an op argument."""
+    """Return the kernels of a lab that run a Case."""
     return Kernel(
         is_deterministic=lab.backend(case).is_deterministic,
         run=lambda case: lab.output(case).cpu(),
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
-        xray=None
-        if isinstance(lab, ArgumentLab)
-        else lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
+        xray=lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
     )
 
 
@@ -439,8 +431,12 @@ def _from_the_first_block(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Ke
 
 
 def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
-    """Return the diagnosis with an X-ray, if one may change it and is quick; a run takes ``seconds``."""
-    if kernel.xray is None or not needs_xray(diagnosis) or not can_xray(case, seconds):
+    """Return the diagnosis with an X-ray, if one may change it and is quick; a run takes ``seconds``.
+
+    No name predicts the weights that a kernel gives to numbers of an op argument.
+    """
+    is_named = diagnosis.explanations and case.op_argument != NONE
+    if kernel.xray is None or is_named or not needs_xray(diagnosis) or not can_xray(case, seconds):
         return diagnosis
     try:
         return with_xray(diagnosis, kernel.xray(case))
@@ -450,11 +446,19 @@ def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float)
 
 def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis with what of the X-ray the outputs of further cases confirm; without that, the
-    X-ray describes nothing."""
+    X-ray describes nothing.
+
+    How a cache with a scale per token and head is read shows in coded values alone: there, the second Case of
+    the X-ray decides.
+    """
     found = diagnosis.xray
     if found is None or found.status != "described" or diagnosis.explanations:
         return diagnosis
-    weights = confirmed_weights(lab, case, found.descriptions, kernel.run)
+    weights = None
+    if case.argument.cache is None:
+        weights = confirmed_weights(lab, case, found.descriptions, kernel.run)
+    elif found.confirmed and found.description is not None:
+        weights = DescribedWeights(description=found.description, cases=1)
     status = "unexplained" if weights is None else "described"
     return dataclasses.replace(diagnosis, status=status, weights=weights)
 
@@ -485,7 +489,7 @@ def _with_finite_contents(
     with garbage is correct, the remaining explanations are those that garbage does not show.
     """
     empty_slots = "garbage" if case.empty_slots == "nan" else case.empty_slots
-    finite = case.replace(empty_slots=empty_slots, output_init="recycled")
+    finite = with_contents(case, empty_slots=empty_slots, output_init="recycled")
     if finite == case:
         return first.diagnosis
     second = examine(lab, finite, rerun(finite), defects, first.diagnosis.pattern)

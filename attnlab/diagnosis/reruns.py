@@ -132,7 +132,13 @@ def edge_case(case: Case, limit: int) -> Case | None:
 
 def with_known_contents(case: Case) -> Case:
     """Return a Case with finite garbage in empty slots, and with an output buffer that can be recognised."""
-    return case.replace(empty_slots="garbage", output_init="recycled")
+    return with_contents(case, empty_slots="garbage", output_init="recycled")
+
+
+def with_contents(case: Case, **contents: str) -> Case:
+    """Return a Case with other contents of memory, except those that its op argument needs."""
+    needs = case.argument.needs
+    return case.replace(**{name: what for name, what in contents.items() if name not in needs})
 
 
 def _longer_case(
@@ -282,7 +288,9 @@ def find_unwritten(rerun: Rerun, case: Case, output: torch.Tensor) -> torch.Tens
     ran = _heads_that_ran(case)
     unwritten = rows_equal(output[:, ran], make_output(case)[:, ran])
     if bool(unwritten.any()):
-        other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
+        init = "zeros" if case.output_init == "recycled" else "recycled"
+        other = with_contents(case, output_init=init)
+        unwritten &= other != case
         unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
     return _rows_that_ran(unwritten, case)
 

@@ -7,13 +7,13 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.claims import PatternClaim, claim_of
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import further_cases
 from attnlab.diagnosis.rules.outputs import highest_of_parts, is_address, wrong_addresses
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result
 
 _FACTORS = {

@@ -22,7 +22,6 @@ from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend, model
 from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput
 from attnlab.kernels.control import run_backend
-from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.cache_write import (
     as_numbers,
     expected_cache,
@@ -32,6 +31,7 @@ from attnlab.lab.cache_write import (
 )
 from attnlab.lab.cache_write import expected_argument_write as expected_write
 from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.problem import Predicted, Problem
 from attnlab.lab.products import (
     SharedProducts,
     batch_key,
@@ -141,7 +141,7 @@ class Lab:
         batch, where = self.batch(case), self.where(case)
         make = lambda: exact_attention(case, batch, with_lse=with_lse)  # noqa: E731
         if case.op_argument != NONE and not with_lse:
-            make = lambda: reference_with_argument(case, batch)  # noqa: E731
+            make = lambda: self._with_argument(case)  # noqa: E731
         kind = "lse" if with_lse else "reference"
         return self.shared.get(kind, (reference_key(case), where), make, in_file=where == "cpu")[0]
 
@@ -243,11 +243,25 @@ class Lab:
     def bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""
         kernels = decide(case).kernels
-        native = functools.partial(bound_with_argument, is_native=self.is_native_run(case))
-        bound = rounding_bound if case.op_argument == NONE else native
-        make = lambda: bound(case, self.batch(case), call, kernels)  # noqa: E731
-        key = (reference_key(case), self.where(case), kernels, case.platform)
+        where = self.where(case)
+        make = lambda: rounding_bound(case, self.batch(case), call, kernels)  # noqa: E731
+        if case.op_argument != NONE:
+            make = lambda: self._predicted(case).bound.float().to(where)  # noqa: E731
+        key = (reference_key(case), where, kernels, case.platform)
         return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
+
+    def _with_argument(self, case: Case) -> Reference:
+        """Return the right output of a Case with an op argument, without the log-sum-exp."""
+        output, dtype = self._predicted(case).output, torch.float32
+        if case.reference_dtype == "float64":
+            dtype = torch.float64
+        return Reference(output=output.to(self.where(case), dtype), lse=None)
+
+    def _predicted(self, case: Case) -> Predicted:
+        """Return the right output of a Case with an op argument, and its rounding bound, on the CPU."""
+        native = self.is_native_run(case)
+        problem = Problem.of_case(case, self.batch(case), self.call(case), is_native=native)
+        return problem.correct_output()
 
     def is_native_run(self, case: Case) -> bool:
         """Answer whether rounding bounds allow for what a GPU rounds."""

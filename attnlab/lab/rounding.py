@@ -67,7 +67,7 @@ from attnlab.lab.reference import attend, stored_tokens
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_visibility import visibility_of
-from attnlab.tensors.formats import rotate, rotation_size
+from attnlab.tensors.formats import LEAST_SCALE, rotate, rotation_size
 from attnlab.tensors.quantised import Formats
 from attnlab.tensors.visibility import SequenceMask
 
@@ -463,31 +463,25 @@ class Int4Rounding:
             return cls(rounding=rounding, rotation=2.0**-9, grows=False, weight=2.0**-10)
         return cls(rounding=rounding, rotation=2.0**-24, grows=True, weight=2.0**-23)
 
-    def score_error(
-        self, query: float, key: float, key_range: float, head_size: int, scale: float
-    ) -> float:
+    def score_error(self, query: float, key: torch.Tensor, scale: float) -> float:
         """Return by how much a score may be off in addition to :meth:`Rounding.score_error`.
 
-        ``query``, ``key``: the largest norms; ``key_range``: the largest r of a key.
+        ``query``: the largest norm; ``key``: [..., head_size] as the reference has them.
         """
+        head_size, largest = key.shape[-1], float(key.norm(dim=-1).max())
         size = rotation_size(head_size)
-        rotations = (2 * self._rotation(size) + self.rounding.unit) * key
+        rotations = (2 * self._rotation(size) + self.rounding.unit) * largest
+        key_range = float(_int4_range(key).max())
         sums = (head_size + 8) * 2.0**-23 * math.sqrt(head_size / size) * key_range
         return (rotations + sums) * query * abs(scale)
 
-    def bound(
-        self,
-        weights: torch.Tensor,
-        value: torch.Tensor,
-        value_range: torch.Tensor,
-        score_error: float,
-    ) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor, value: torch.Tensor, score_error: float) -> torch.Tensor:
         """Return the bound of each output element, [heads, rows, head_size].
 
         ``weights``: [heads, rows, keys]; ``value``: [heads, keys, head_size] as the reference has them, not
-        rotated; ``value_range``: [heads, keys], r of each value.
+        rotated.
         """
-        size, keys = rotation_size(value.shape[-1]), value.shape[1]
+        size, keys, value_range = rotation_size(value.shape[-1]), value.shape[1], _int4_range(value)
         output, rotated = weights @ value, (weights @ rotate(value)).abs()
         exact = dataclasses.replace(self.rounding, unit=self.weight, terms=1, parts=0, keys=False)
         found = exact.bound(weights, value, output, score_error)
@@ -509,3 +503,14 @@ class Int4Rounding:
     def _rotation(self, size: int) -> float:
         """Return e of a rotation."""
         return self.rotation * (size if self.grows else 1)
+
+
+def _int4_range(tokens: torch.Tensor) -> torch.Tensor:
+    """Return 15 times the scale of decoded tokens [..., head_size], at most; [...].
+
+    Of the numbers 0 … 15 that a token stores, the largest is at least 14 more than the smallest. If all are
+    of one sign, one is 15 times the scale.
+    """
+    rotated = rotate(tokens)
+    span = (rotated.amax(-1) - rotated.amin(-1)) * 15 / 14
+    return span.maximum(rotated.abs().amax(-1)) + 15 * LEAST_SCALE

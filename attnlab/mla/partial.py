@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.lab.problem import AttentionInputs, attention, score_error, scores_of
 from attnlab.lab.rounding import Rounding
 from attnlab.mla.mla_case import PREFILL, MlaCase
 from attnlab.tensors.formats import FORMATS, ElementFormat, read_format
@@ -201,53 +202,25 @@ def exact_partial(
         rows = few.sequence.rows
         if not few.mask.any():
             continue
-        output, lse, weights = _attend(case, few)
-        errors = (
-            _op_errors(case, few.sequence, output, lse, weights, lse_dtype)
-            if by_op
-            else _rounded(case, output, lse, lse_dtype)
-        )
-        found.output[rows], found.lse[rows] = output, lse
+        inputs = _inputs(case, few.sequence, few.mask)
+        exact, lse = attention(inputs), scores_of(inputs).logsumexp(-1).T
+        found.output[rows], found.lse[rows] = exact.output, lse
+        lse_unit, _ = unit_and_step(lse_dtype)
+        size = finite(lse).abs()
+        if by_op:
+            sums = (inputs.key.shape[0] + 8) * 2.0**-23
+            errors = exact.bound, score_error(inputs) + sums + lse_unit * size
+        else:
+            unit, step = unit_and_step(FORMATS[case.dtype].dtype)
+            errors = unit * exact.output.abs() + step, (lse_unit + FLOAT32) * size
         output_error[rows], lse_error[rows] = errors
     return found
 
 
-def _attend(case: MlaCase, one: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return output [rows, heads, size], LSE [rows, heads] and weights [heads, rows, keys]."""
-    key, value = (_per_head(case, t) for t in (one.sequence.key, one.sequence.value))
-    scores = one.sequence.query.transpose(0, 1) @ key.transpose(1, 2) * case.scale
-    scores = scores.masked_fill(~one.mask, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp()
-    weights = weights.masked_fill((lse == -torch.inf)[..., None], 0.0)  # of a row without keys
-    return (weights @ value).transpose(0, 1), lse.T, weights
-
-
-def _per_head(case: MlaCase, tensor: torch.Tensor) -> torch.Tensor:
-    """Return keys or values as [num_heads, keys, size]."""
-    return tensor.transpose(0, 1).expand(case.num_heads, -1, -1)
-
-
-def _rounded(
-    case: MlaCase, output: torch.Tensor, lse: torch.Tensor, lse_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    unit, step = unit_and_step(FORMATS[case.dtype].dtype)
-    lse_unit, _ = unit_and_step(lse_dtype)
-    return unit * output.abs() + step, (lse_unit + FLOAT32) * finite(lse).abs()
-
-
-def _op_errors(
-    case: MlaCase,
-    one: Sequence,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    weights: torch.Tensor,
-    lse_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return by how much decode_attention_fwd may be off."""
+def _inputs(case: MlaCase, one: Sequence, mask: torch.Tensor) -> AttentionInputs:
+    """Return the inputs of attention of a sequence, with what decode_attention_fwd rounds."""
     unit, step = unit_and_step(FORMATS[case.dtype].dtype)
     is_fp8 = cache_format(case).is_fp8 and case.path != PREFILL  # there, it reads projected keys
-    size = one.query.shape[2]
     is_alone = one.key.shape[1] == case.num_heads  # then it multiplies without tl.dot
     rounding = Rounding(
         unit=unit,
@@ -255,17 +228,20 @@ def _op_errors(
         terms=1 + is_fp8,
         parts=0,
         keys=is_fp8,
-        products=1 + (size - 1).bit_length() if is_alone else 0,
+        products=1 + (one.query.shape[2] - 1).bit_length() if is_alone else 0,
         output_unit=unit,
         output_step=step,
     )
-    query, key = (float(t.norm(dim=2).max()) for t in (one.query, one.key))
-    scores = rounding.score_error(query, key, size, case.scale, 0.0)
-    value = _per_head(case, one.value)
-    bound = rounding.bound(weights, value, output.transpose(0, 1), scores)
-    sums = (one.key.shape[0] + 8) * 2.0**-23
-    lse_unit, _ = unit_and_step(lse_dtype)
-    return bound.transpose(0, 1), scores + sums + lse_unit * finite(lse).abs()
+    return AttentionInputs(
+        query=one.query,
+        position=torch.arange(len(one.query)),
+        key=one.key.expand(-1, case.num_heads, -1),
+        value=one.value.expand(-1, case.num_heads, -1),
+        visible=mask,
+        sm_scale=case.scale,
+        alibi_slopes=None,
+        rounding=rounding,
+    )
 
 
 def unit_and_step(dtype: torch.dtype) -> tuple[float, float]:

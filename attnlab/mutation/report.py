@@ -14,10 +14,10 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.edit import Rows, family, fault
-from attnlab.defects.problem import Predicted, Problem, RowSlice, make_problem, sample_rows
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.diagnosis.reruns import SECOND_SCALES
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Predicted, Problem, RowSlice, make_problem, sample_rows
 
 # Mutants: the catalogue's defects, and outputs that are unrelated to the inputs.
 

@@ -20,7 +20,6 @@ from attnlab.case.errors import (
 )
 from attnlab.case.shown import Shown, json_fields
 from attnlab.contracts.contract import Target
-from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
@@ -29,6 +28,7 @@ from attnlab.kernels.run_call import for_call, run_call
 from attnlab.kernels.runner import Runner, one_backend, runners
 from attnlab.lab.cache_write import expected_write
 from attnlab.lab.call_lab import call_lab
+from attnlab.lab.problem import Problem, RowSlice
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.comparison import distance

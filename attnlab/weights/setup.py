@@ -6,9 +6,7 @@ read: first the positions of its sequence in the cache, then new tokens, from th
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -19,13 +17,13 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, PREFILL
 from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
-from attnlab.defects.problem import Problem
 from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.model import format_of
-from attnlab.lab.argument_reference import StoredHalf, argument_rounding, query_as_read, wrong_reads
-from attnlab.lab.rounding import Int4Rounding, Rounding
+from attnlab.lab.argument_reference import StoredHalf, query_as_read, wrong_reads
+from attnlab.lab.problem import Problem
+from attnlab.lab.rounding import Int4Rounding
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.formats import int4_scale, rotation_size
+from attnlab.tensors.formats import rotation_size
 from attnlab.tensors.quantised import decoded_numbers, narrow_size, stored_numbers
 
 # Where the weights of an X-ray are computed: on this machine's cores, or on its GPU if there are many.
@@ -155,23 +153,18 @@ def _decoded(case: Case, half: StoredHalf) -> torch.Tensor:
 
 
 def bounds_of(
-    problem: Problem,
-    seq: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    adjust: Callable[[Rounding], Rounding] = lambda rounding: rounding,
+    problem: Problem, seq: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the relative and the fixed part of the bound of a weight, each [R].
 
-    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1. ``adjust`` returns what
-    kernels round instead.
+    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1.
     """
     call = problem.call
     query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0
     key_norm = float(key.nan_to_num(0.0).norm(dim=2).max()) if key.numel() else 0.0
     relative, fixed = {}, {}
     for one in seq.unique().tolist():
-        rounding: Rounding = adjust(problem.rounding(one))
+        rounding = problem.rounding(one)
         length = problem.seq_len(one)
         slopes = call.alibi_slopes
         bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
@@ -470,16 +463,15 @@ def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> 
         return setup
     device, setup = setup.device, moved(setup, "cpu")
     query, key = query_as_read(case, setup.query.to(setup.call.query.dtype)).double(), setup.key
-    extra, fixed = 0.0, 0.0
-    if case.argument.cache is not None:
-        numbers, scale = stored_numbers(case, key_tokens(setup.call))
-        key = decoded_numbers(case, numbers, scale)
-        if case.argument.is_packed:
-            extra, fixed = _int4_errors(setup, key, scale, is_native)
-    adjust = functools.partial(argument_rounding, case)
     kernels = tuple(dict.fromkeys(setup.kernels))
     problem = Problem.of_call(setup.call, setup.target, kernels)
-    bounds = bounds_of(problem, setup.seq, query, key, adjust)
+    extra, fixed = 0.0, 0.0
+    if case.argument.cache is not None:
+        key = decoded_numbers(case, *stored_numbers(case, key_tokens(setup.call)))
+        if case.argument.is_packed:
+            extra, fixed = _int4_errors(setup, problem, key, is_native)
+    problem = dataclasses.replace(problem, case=case)
+    bounds = bounds_of(problem, setup.seq, query, key)
     relative = (1 + bounds[0]) * math.exp(2 * extra) - 1
     found = dataclasses.replace(
         setup, query=query, key=key, relative=relative, fixed=bounds[1] + fixed
@@ -488,18 +480,15 @@ def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> 
 
 
 def _int4_errors(
-    setup: AttentionSetup, key: torch.Tensor, scale: torch.Tensor, is_native: bool
+    setup: AttentionSetup, problem: Problem, key: torch.Tensor, is_native: bool
 ) -> tuple[float, float]:
     """Return by how much a score may be off in addition, and a weight whose value is 1.
 
     The second is that of :meth:`Int4Rounding.bound` for numbers of at most 15 times the scale 1.
     """
-    problem = Problem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
     int4 = Int4Rounding.of(problem.rounding(0), is_native)
     size, longest = setup.query.shape[2], int(setup.seq_len.max())
-    norms = float(setup.query.norm(dim=2).max()), float(key.norm(dim=2).max())
-    largest = 15 * float(int4_scale(scale).max())
-    score = int4.score_error(*norms, largest, size, setup.sm_scale)
+    score = int4.score_error(float(setup.query.norm(dim=2).max()), key, setup.sm_scale)
     sums = 15 * (int4.weight + longest * 2.0**-23)
     return score, sums + int4.output_error(rotation_size(size))
 

@@ -13,6 +13,7 @@ from attnlab.contracts.contract import PARTITION_SIZE, ROCM_DECODE, TRITON_DECOD
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.model import format_of
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import NONE, SlotOwners
@@ -158,7 +159,8 @@ class XRay(Shown):
 def predict_case(description: Description, case: Case, lab: Lab) -> torch.Tensor:
     """Return the output that a description predicts for a Case, [num_tokens, num_heads, head_size]
     float64."""
-    return predict_output(description, lab.call(case), Target.of(case), decide(case).kernels)
+    call = Problem.of_case(case, lab.batch(case), lab.call(case)).call
+    return predict_output(description, call, Target.of(case), decide(case).kernels)
 
 
 def predict_output(

@@ -14,11 +14,11 @@ from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.problem import Problem, RowSlice, all_rows, make_problem, sample_rows
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem, RowSlice, all_rows, make_problem, sample_rows
 from attnlab.lab.reference import reference
 from attnlab.mutation.report import is_equivalent
 from attnlab.tensors.call import KernelCall

@@ -6,9 +6,9 @@ import torch
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
 from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES
-from attnlab.defects.problem import all_rows, make_problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import all_rows, make_problem
 
 LAB = Lab()
 FIELDS = {

@@ -10,9 +10,9 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import Problem, RowSlice, make_problem, scores_of
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem, RowSlice, make_problem, scores_of
 
 LENS = {"query_lens": (1, 40, 1, 18), "ctx_lens": (75, 50, 300, 0)}
 PLAIN = hostile(**LENS, empty_slots="garbage", platform="sm_90")

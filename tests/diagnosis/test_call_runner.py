@@ -154,7 +154,7 @@ import dataclasses
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.defects.problem import Problem, all_rows
+from attnlab.lab.problem import Problem, all_rows
 
 
 def kernel(call):

@@ -14,7 +14,6 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
 from attnlab.diagnosis.claims import ALL, FeatureClaim, PatternClaim
 from attnlab.diagnosis.confirmation import confirmed_features, with_second_cases
@@ -28,6 +27,7 @@ from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.binding import scratch
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import make_problem
 from attnlab.lab.result import MemoryReport, Result, SlotsRead
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output

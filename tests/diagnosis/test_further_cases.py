@@ -10,7 +10,6 @@ from helpers.cases import hostile
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_bad_lines
 from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.decision import examine
@@ -25,6 +24,7 @@ from attnlab.kernels import model
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import make_problem
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.conclude import xray
 

@@ -8,7 +8,6 @@ from helpers.cases import hostile
 from helpers.tiled_attention import CONTEXT, NEW, right_hides, tiled_attention
 
 from attnlab.case.case import Case
-from attnlab.defects.problem import all_rows, make_problem, scores_of
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.rules.divisions import LOOPS
 from attnlab.diagnosis.rules.masks import mask_defects
@@ -16,6 +15,7 @@ from attnlab.diagnosis.rules.search import find_rule
 from attnlab.diagnosis.rules.softmax import loop_defects
 from attnlab.kernels.backend import RunOutput
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import all_rows, make_problem, scores_of
 from attnlab.tensors.call import KernelCall
 
 LENGTHS = {"query_lens": (1, 20, 6), "ctx_lens": (33, 50, 0)}

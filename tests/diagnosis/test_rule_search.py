@@ -10,7 +10,6 @@ from helpers.cases import hostile
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.defects.problem import Problem, all_rows, make_problem, scores_of
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.outputs import (
@@ -25,6 +24,7 @@ from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import partials
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output, strided
 

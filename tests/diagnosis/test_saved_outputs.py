@@ -12,11 +12,11 @@ from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
 from attnlab.diagnosis.rules.outputs import scratch_defects
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 from attnlab.tensors.call import KernelCall
 
 

@@ -9,13 +9,13 @@ from helpers.cases import hostile
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.rules import search
 from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.softmax import softmax_defects
 from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import make_problem
 from attnlab.tensors.call import KernelCall
 
 SEGMENTS = 16

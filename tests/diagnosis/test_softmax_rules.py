@@ -11,7 +11,6 @@ from helpers.split_attention import split_attention
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import all_rows, make_problem, scores_of, softmax
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.diagnose import diagnose
@@ -23,6 +22,7 @@ from attnlab.diagnosis.rules.search import rules_of
 from attnlab.diagnosis.rules.softmax import SoftmaxLaw, loop_defects, softmax_defects
 from attnlab.kernels.backend import RunOutput
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import all_rows, make_problem, scores_of, softmax
 from attnlab.tensors.call import KernelCall
 
 OPS = ("unified_attention", "decode_attention_fwd", "context_attention_fwd")

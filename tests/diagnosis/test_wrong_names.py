@@ -12,7 +12,6 @@ from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import Predicted, make_problem
 from attnlab.diagnosis.candidates import fit
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -21,6 +20,7 @@ from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.triton.run_log import Wrap
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Predicted, make_problem
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
 

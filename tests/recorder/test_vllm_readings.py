@@ -8,11 +8,11 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
-from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.decision import collect_evidence
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import make_problem
 from attnlab.recorder.arguments import BoundArguments, call_of_reading, read_arguments
 from attnlab.recorder.ops import FOLDERS, vllm_ops
 from attnlab.show.sheets.results import contents

@@ -13,16 +13,9 @@ from itertools import combinations
 import torch
 
 from attnlab.case.ops import ENCODER, MERGE, PREFILL, WRAPPER
-from attnlab.defects.problem import (
-    AttentionInputs,
-    ChangeInputs,
-    Defect,
-    Problem,
-    RowSlice,
-    changing_inputs,
-)
+from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import divisions
-from attnlab.diagnosis.rules.rule import rule_defect
+from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, strided
@@ -95,6 +88,24 @@ class TensorMemory:
         at = address + self.base
         inside = (at >= 0) & (at < len(self.flat))
         return self.flat[at.clamp(0, len(self.flat) - 1)], inside
+
+    def after(
+        self, numbers: torch.Tensor, to: torch.Tensor, at: torch.Tensor, is_moved: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what is at the addresses ``at`` after numbers were written there, and then those of
+        ``is_moved`` to the addresses ``to``; all relative to the base, each of the shape of ``numbers``.
+
+        What is written outside of the memory is lost.
+        """
+        at, to = (one.expand(numbers.shape) + self.base for one in (at, to))
+        flat, inside = self.flat.to(numbers.dtype, copy=True), (to >= 0) & (to < len(self.flat))
+        for where, chosen in ((at, ~is_moved), (to, is_moved & inside)):
+            flat[where[chosen]] = numbers[chosen]
+        return flat[at]
+
+    def full(self, number: float) -> "TensorMemory":
+        """Return the memory with one number in all elements, in float64."""
+        return dataclasses.replace(self, flat=torch.full((len(self.flat),), number).double())
 
 
 @lru_cache(maxsize=4)
@@ -455,7 +466,8 @@ def address_defects(problem: Problem) -> list[Defect]:
 
 
 def _defect(name: str, text: str, rule: Rule) -> Defect:
-    return rule_defect(FAMILY, name, text, changing_inputs(_change(rule)), partial(_is_shown, rule))
+    compute, is_shown = changing_inputs(_change(rule)), partial(_is_shown, rule)
+    return Defect(family=FAMILY, name=name, text=text, compute=compute, is_shown=is_shown)
 
 
 def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:

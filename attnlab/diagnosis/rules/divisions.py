@@ -13,7 +13,7 @@ import torch
 from attnlab.case.ops import DECODE_FWD, ENCODER, UNIFIED
 from attnlab.contracts.contract import PARTITION_SIZE, ROCM_DECODE
 from attnlab.defects.edit import TILES
-from attnlab.defects.problem import Problem, RowSlice
+from attnlab.lab.problem import Problem, RowSlice
 
 _ROW_BLOCKS = (128, 64, 32, 16)  # rows of a program of prefills
 _LEAST_PAIRS = 16  # of a row and a query head, in a program of unified_attention

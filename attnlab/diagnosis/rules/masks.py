@@ -13,9 +13,9 @@ from itertools import product
 import torch
 
 from attnlab.case.ops import MERGE, UNIFIED
-from attnlab.defects.problem import AttentionInputs, Defect, Predicted, Problem, RowSlice, softmax
+from attnlab.defects.edit import Defect
 from attnlab.diagnosis.rules.divisions import LOOPS, VisitedSlots, Visits, visits
-from attnlab.diagnosis.rules.rule import rule_defect
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
 
 FAMILY = "masks"
 _MISSING = {
@@ -141,7 +141,8 @@ def mask_defects(problem: Problem) -> list[Defect]:
             where = "" if law.is_of_rows else f"{visited.text}, "
             loop = "in both loops, " if law.both_loops else LOOPS[visited.loop]
             text = f"{loop}{where}{_text(law)}"
-            defect = rule_defect(FAMILY, text, text, _Counting(law, visited).compute)
+            compute = _Counting(law, visited).compute
+            defect = Defect(family=FAMILY, name=text, text=text, compute=compute)
             found.setdefault(text, defect)
     return list(found.values())
 

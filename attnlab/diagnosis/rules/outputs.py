@@ -9,16 +9,7 @@ from typing import Protocol
 import torch
 
 from attnlab.case.ops import DECODE_FWD, MERGE, UNIFIED
-from attnlab.defects.problem import (
-    Compute,
-    Defect,
-    Predicted,
-    Problem,
-    RowSlice,
-    all_rows,
-    concatenate,
-    scores_of,
-)
+from attnlab.defects.edit import Compute, Defect
 from attnlab.diagnosis.rules.addresses import (
     FAMILY,
     LSE_TERMS,
@@ -33,8 +24,9 @@ from attnlab.diagnosis.rules.addresses import (
     sizes_of,
 )
 from attnlab.diagnosis.rules.divisions import Division, divisions
-from attnlab.diagnosis.rules.rule import ALL, parts_of, rows_of, rule_defect, text_of
+from attnlab.diagnosis.rules.rule import ALL, parts_of, rows_of, text_of
 from attnlab.kernels.model import partials
+from attnlab.lab.problem import Predicted, Problem, RowSlice, all_rows, concatenate, scores_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import presented
 
@@ -53,6 +45,11 @@ class OutputRule:
     rule: AddressRule
     part: str = ALL
 
+    @property
+    def name(self) -> str:
+        """Return a name that no other rule has."""
+        return text_of(self.part, self.rule.name)
+
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
         right, before = right_output(problem), problem.before
@@ -60,70 +57,52 @@ class OutputRule:
             return right
         memory = TensorMemory.of(before, ROW_TERMS)
         features, sizes = features_of_rows(problem), _sizes(problem, memory)
-        to = self.rule.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
-        own = OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
-        inside = (to >= 0) & (to < len(memory.flat))
-        flat, bound = memory.flat.double().clone(), torch.full((len(memory.flat),), 1e-30).double()
-        is_moved = rows_of(problem, self.part)[:, None, None].expand_as(inside)
-        for at, chosen in ((own, ~is_moved), (to, is_moved & inside)):
-            flat[at[chosen]], bound[at[chosen]] = right.output[chosen], right.bound[chosen]
-        return Predicted(output=flat[own], bound=bound[own])
+        to, own = (rule.address(ROW_TERMS, features, sizes) for rule in (self.rule, OWN))
+        is_moved = rows_of(problem, self.part)[:, None, None].expand_as(right.output)
+        output = memory.after(right.output, to, own, is_moved)
+        bound = memory.full(1e-30).after(right.bound, to, own, is_moved)
+        return Predicted(output=output, bound=bound)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeRule:
-    """A merge reads one of its four inputs at wrong addresses, in the rows of a ``part``."""
+    """A merge reads one of its four inputs at wrong addresses, in the rows of a ``part``; or it weights its
+    parts wrongly: ``kind`` is a key of ``MERGE_LAWS`` or ``_WEIGHTS_ADDED``."""
 
-    rule: AddressRule
+    rule: AddressRule = OWN
     part: str = ALL
+    kind: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return a name for a rule about addresses; "" for another one."""
+        return "" if self.kind else text_of(self.part, self.rule.name)
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
         right, shape = right_output(problem), problem.call.query.shape[:2]
-        memory = _merge_memory(problem.call, problem)
         read = {}
-        for name, one in memory.items():
+        for name, one in _merge_memory(problem.call, problem).items():
             rule = self.rule if name == self.rule.tensor else OWN
-            features, sizes = features_of_rows(problem), _sizes(problem, one)
-            stored, inside = one.read(rule.address(one.terms, features, sizes))
+            address = rule.address(one.terms, features_of_rows(problem), _sizes(problem, one))
+            stored, inside = one.read(address)
             read[name] = torch.where(inside, stored.double(), 0.0)
         lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
-        weights = (lse - lse.amax(0)).exp()
-        weights = (weights / weights.sum(0)).nan_to_num(0.0)
-        output = weights[0] * read["prefix_output"] + weights[1] * read["suffix_output"]
-        bound = 2 * right.bound.amax(0).amax(1)[None, :, None].expand_as(output)
+        parts = [read["prefix_output"], read["suffix_output"]]
+        if self.kind in _WEIGHTS_ADDED:
+            lost = _WEIGHTS_ADDED[self.kind]
+            parts[lost] = torch.ones_like(parts[lost])
+        weights = MERGE_LAWS.get(self.kind, _scaled())(lse)
+        weights = weights if self.kind else weights.nan_to_num(0.0)
+        output = weights[0] * parts[0] + weights[1] * parts[1]
+        bound = 2 * right.bound.amax(0).amax(1)[None, :, None]
+        if self.kind:
+            bound = bound * output.abs().amax(2, True).clamp(min=1)
         is_part = rows_of(problem, self.part)[:, None, None]
         return Predicted(
             output=torch.where(is_part, output, right.output),
             bound=torch.where(is_part, bound, right.bound),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class MergeLaw:
-    """A merge weights its two parts wrongly; ``kind`` is a key of ``MERGE_LAWS`` or ``_WEIGHTS_ADDED``."""
-
-    kind: str
-
-    def predict(self, problem: Problem) -> Predicted:
-        """Return the whole output under the law."""
-        right, memory = right_output(problem), _merge_memory(problem.call, problem)
-        read = {}
-        for name, one in memory.items():
-            address = OWN.address(one.terms, features_of_rows(problem), _sizes(problem, one))
-            read[name] = one.read(address)[0].double()
-        lse = torch.stack([read["prefix_lse"], read["suffix_lse"]])
-        parts = [read["prefix_output"], read["suffix_output"]]
-        if self.kind in _WEIGHTS_ADDED:
-            scales, lost = _scaled()(lse), _WEIGHTS_ADDED[self.kind]
-            parts[lost] = torch.ones_like(parts[lost])
-        else:
-            scales = MERGE_LAWS[self.kind](lse)
-        output = scales[0] * parts[0] + scales[1] * parts[1]
-        bound = (
-            2 * right.bound.amax(0).amax(1)[None, :, None] * output.abs().amax(2, True).clamp(min=1)
-        )
-        return Predicted(output=output, bound=bound.expand_as(output))
 
 
 Scales = Callable[[torch.Tensor], torch.Tensor]
@@ -230,17 +209,12 @@ def output_defects(problem: Problem) -> list[Defect]:
     if call.buffer.numel() > MOST_ELEMENTS or call.spec.writes_cache:
         return []
     return [
-        rule_defect(
-            FAMILY,
-            text if isinstance(rule, MergeLaw) else text_of(rule.part, rule.rule.name),
-            text,
-            computed(rule),
-        )
+        Defect(family=FAMILY, name=rule.name or text, text=text, compute=computed(rule))
         for rule, text in _rules(problem)
     ]
 
 
-def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw, str]]:
+def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule, str]]:
     call = problem.call
     memory = TensorMemory.of(call.buffer, ROW_TERMS)
     others, parts = _other_strides(problem), parts_of(problem)
@@ -248,9 +222,8 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw
         for part in parts:
             yield OutputRule(rule, part), text_of(part, rule.text(ROW_TERMS))
     if call.op == MERGE:
-        yield from (
-            (MergeLaw(kind), f"in the merge, {kind}") for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED)
-        )
+        for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED):
+            yield MergeRule(kind=kind), f"in the merge, {kind}"
         for name, one in _merge_memory(call, problem).items():
             for rule in rules_of(name, one, _sizes(problem, one), others):
                 for part in parts:
@@ -365,17 +338,15 @@ def _stored(
         strides={"stride 0": rows if is_merge else heads, "stride 1": 1},
     )
     features, factors = _features(problem), dict(memory.strides) | sizes_of(problem.call)
-    own = OWN.address(memory.terms, features, factors).expand(expected.shape)
+    own = OWN.address(memory.terms, features, factors)
     outside, found = list[str](), list[str]()
     for rule in rules_of("lse", memory, factors):
-        to = rule.address(memory.terms, features, factors).expand(expected.shape)
+        to = rule.address(memory.terms, features, factors)
+        inside = ((to >= 0) & (to < rows * heads)).expand(expected.shape)
         for part in parts_of(problem):
             is_moved = rows_of(problem, part)[:, None].expand(expected.shape)
-            flat, allowed = memory.flat.clone(), memory.flat.clone()
-            inside = (to >= 0) & (to < rows * heads)
-            for at, chosen in ((own, ~is_moved), (to, is_moved & inside)):
-                flat[at[chosen]], allowed[at[chosen]] = expected[chosen], bound[chosen]
-            if _is_same(values, flat[own], allowed[own]):
+            given, allowed = (memory.after(one, to, own, is_moved) for one in (expected, bound))
+            if _is_same(values, given, allowed):
                 where = f" ({part})" if part else ""
                 found.append(rule.text(memory.terms).removeprefix("the log-sum-exp is ") + where)
                 if not bool((is_moved & inside).any()):
@@ -502,11 +473,11 @@ def scratch_defects(problem: Problem) -> list[Defect]:
     if max(map(problem.query_len, problem.computed_seqs())) > _LONGEST:
         return []
     return [
-        rule_defect(
-            FAMILY,
-            f"{rule.rule.name} {rule.stored} {rule.division.text}",
-            text,
-            computed(rule),
+        Defect(
+            family=FAMILY,
+            name=f"{rule.rule.name} {rule.stored} {rule.division.text}",
+            text=text,
+            compute=computed(rule),
         )
         for rule, text in _scratch_rules_of(problem)
     ]

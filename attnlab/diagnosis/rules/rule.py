@@ -1,32 +1,9 @@
-"""A rule beyond the catalogue as a Defect, so that the diagnosis can try it like one."""
+"""Rows that one part of an op computes alone, so that a fault of the part concerns only them."""
 
 import torch
 
 from attnlab.case.ops import MERGE, WRAPPER
-from attnlab.defects.problem import Compute, Defect, IsShown, Problem, always
-
-
-def rule_defect(
-    family: str,
-    name: str,
-    text: str,
-    compute: Compute,
-    is_shown: IsShown = lambda problem, seqs: True,
-) -> Defect:
-    """Return the Defect of a rule, which may change every row of every call."""
-    return Defect(
-        name=name,
-        family=family,
-        text=text,
-        seen_in=(),
-        touches="all",
-        compute=compute,
-        applies=always,
-        is_shown=is_shown,
-    )
-
-
-# Rows that one part of an op computes alone, so that a fault of the part concerns only them.
+from attnlab.lab.problem import Problem
 
 ALL = ""
 DECODES = "for decodes"

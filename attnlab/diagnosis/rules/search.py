@@ -7,7 +7,6 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.defects import Defect
-from attnlab.defects.problem import Problem
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.confirmation import is_hidden
@@ -21,6 +20,7 @@ from attnlab.diagnosis.rules.outputs import output_defects, scratch_defects
 from attnlab.diagnosis.rules.rule import is_about_part
 from attnlab.diagnosis.rules.softmax import loop_defects, softmax_defects
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
 
 
 def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:

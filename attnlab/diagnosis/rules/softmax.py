@@ -14,20 +14,9 @@ from functools import partial
 import torch
 
 from attnlab.case.ops import MERGE
-from attnlab.defects.problem import (
-    AttentionInputs,
-    Compute,
-    Defect,
-    Predicted,
-    Problem,
-    RowSlice,
-    changing_inputs,
-    scores_of,
-    softmax,
-)
+from attnlab.defects.edit import Compute, Defect, Rows
 from attnlab.diagnosis.rules.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
-from attnlab.diagnosis.rules.rule import rule_defect
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of
 
 ALL_KEYS = 1 << 40  # more keys than any sequence has
 _LOWEST = -1e30  # in place of -inf, so that differences are defined
@@ -315,7 +304,7 @@ _RIGHT = SoftmaxLaw()  # of the tiles of other loops
 # A change of all scores, such as a constant added to them, would have no effect if both loops had it.
 
 FAMILY = "loops"
-_Change = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
+_Edits = dict[str, Callable[[Rows], AttentionInputs]]
 
 
 def loop_defects(problem: Problem) -> list[Defect]:
@@ -323,24 +312,28 @@ def loop_defects(problem: Problem) -> list[Defect]:
     call, seqs = problem.call, problem.computed_seqs()
     if call.op == MERGE or not call.visibility.is_plain:
         return []
-    has_loops = any(0 < problem.cached_len(seq) < problem.seq_len(seq) for seq in seqs)
-    changes = _ADDED | _SCALED | _alibi(problem) | _window(problem)
-    found: dict[int | None, dict[str, _Change]] = {}
-    everywhere = (_ADDED if call.sinks is not None else {}) | _clamped(problem)
-    if everywhere:
-        found[None] = everywhere
-    if has_loops:
-        found |= {loop: changes | _window_of_numbers(problem, loop) for loop in (0, 1)}
+    has_alibi, has_sinks = call.alibi_slopes is not None, call.sinks is not None
+    found: dict[int | None, _Edits] = {
+        None: (_edits(_ADDED) if has_sinks else {}) | (_CLAMPED if has_alibi else {})
+    }
+    if any(0 < problem.cached_len(seq) < problem.seq_len(seq) for seq in seqs):
+        edits = _edits(_ADDED) | _SCALED
+        edits |= _edits(_MOVED) | _ALIBI if has_alibi else {}
+        edits |= _WINDOW if call.sliding_window > 1 else {}
+        for loop in (0, 1):
+            found[loop] = edits | (
+                {_NUMBERS[loop]: _of_numbers(loop)} if call.sliding_window else {}
+            )
     return [
-        rule_defect(FAMILY, text, text, _in_loop(change, loop))
+        Defect(family=FAMILY, name=text, text=text, compute=_in_loop(edit, loop))
         for loop, laws in found.items()
-        for words, change in laws.items()
-        for text in _texts(words, loop, has_sinks=call.sinks is not None)
+        for words, edit in laws.items()
+        for text in _texts(words, loop, has_sinks=has_sinks)
     ]
 
 
 def _texts(words: str, loop: int | None, *, has_sinks: bool) -> list[str]:
-    """Return the text of a change in a loop, none if the other loop has a rule that is the same.
+    """Return the text of an edit in a loop, none if the other loop has a rule that is the same.
 
     The weights of a row do not change with what is added to all of its scores, unless there are sinks. So a
     constant that is added in one loop is the same as its opposite in the other: the text has both.
@@ -353,162 +346,110 @@ def _texts(words: str, loop: int | None, *, has_sinks: bool) -> list[str]:
     return [f"{LOOPS[0]}{words}, or {other}: both give the same weights"]
 
 
-def _in_loop(change: _Change, loop: int | None) -> Compute:
-    """Return the ``compute`` of a change of the inputs that only the keys of a loop have."""
+def _in_loop(edit: Callable[[Rows], AttentionInputs], loop: int | None) -> Compute:
+    """Return the ``compute`` of an edit that only the keys of a loop have."""
 
-    def changed(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        other, cached = change(problem, row_slice, inputs), problem.cached_len(row_slice.seq)
-        is_new = torch.arange(inputs.key.shape[0]) >= cached
-        is_wrong = torch.ones_like(is_new) if loop is None else is_new == bool(loop)
-        mixed = torch.where(is_wrong, scores_of(other), scores_of(inputs))
-        return dataclasses.replace(
-            inputs,
-            visible=torch.where(is_wrong, other.visible, inputs.visible),
-            weigh=lambda scores: softmax(mixed.to(scores.dtype), inputs.sinks),
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        at = Rows(problem=problem, slice=row_slice)
+        other, is_wrong = edit(at), torch.ones(at.seq_len, dtype=torch.bool)
+        if loop is not None:
+            is_wrong = (at.keys >= at.cached) == bool(loop)
+        mixed = torch.where(is_wrong, scores_of(other), scores_of(at.inputs))
+        visible = torch.where(is_wrong, other.visible, at.visible)
+        return problem.predict(
+            at.change(visible=visible, weigh=lambda scores: at.softmax(mixed.to(scores.dtype)))
         )
 
-    return changing_inputs(changed)
+    return compute
 
 
-def _added(number: float, scaled: bool) -> _Change:
-    """Return the change that adds a number to the scores, or to the products before they are scaled."""
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        bias = torch.full((inputs.key.shape[0],), number * (inputs.sm_scale if scaled else 1.0))
-        return dataclasses.replace(inputs, key_bias=bias.double())
-
-    return change
-
-
-def _unscaled(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-    return dataclasses.replace(inputs, sm_scale=1.0)
-
-
-def _scaled_twice(
-    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-) -> AttentionInputs:
-    return dataclasses.replace(inputs, sm_scale=inputs.sm_scale**2)
-
-
-_ADDED: dict[str, _Change] = {
-    "the products of queries and keys begin at 1 in place of 0": _added(1.0, True),
-    "1 is added to the scores": _added(1.0, False),
-    "the products of queries and keys begin at -1 in place of 0": _added(-1.0, True),
-    "1 is subtracted from the scores": _added(-1.0, False),
-}
-_PAIRS = (
+# Edits that are added to scores: the text, that of the opposite, and the edit with the sign 1 or -1.
+_Signed = tuple[tuple[str, str, Callable[[Rows, int], AttentionInputs]], ...]
+_ADDED: _Signed = (
     (
         "the products of queries and keys begin at 1 in place of 0",
         "the products of queries and keys begin at -1 in place of 0",
+        lambda at, sign: _plus(at, sign * at.inputs.sm_scale),
     ),
-    ("1 is added to the scores", "1 is subtracted from the scores"),
-    ("ALiBi distances are larger by 1", "ALiBi distances are smaller by 1"),
+    (
+        "1 is added to the scores",
+        "1 is subtracted from the scores",
+        lambda at, sign: _plus(at, sign),
+    ),
+)
+_MOVED: _Signed = (
+    (
+        "ALiBi distances are larger by 1",
+        "ALiBi distances are smaller by 1",
+        lambda at, sign: at.change(alibi_shift=-sign),
+    ),
     (
         "ALiBi distances lack the length of the context",
         "ALiBi distances count the length of the context twice",
+        lambda at, sign: at.change(alibi_shift=sign * at.ctx_len),
     ),
     (
         "ALiBi distances lack the position of the row",
         "ALiBi distances count the position of the row twice",
+        lambda at, sign: at.change(alibi_shift=sign * at.inputs.position[:, None]),
     ),
 )
-_OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
-_SCALED: dict[str, _Change] = {
-    "the scores are not scaled": _unscaled,
-    "the scores are scaled twice": _scaled_twice,
+_OPPOSITES = {
+    text: other for one, two, _ in _ADDED + _MOVED for text, other in ((one, two), (two, one))
 }
+_SCALED: _Edits = {
+    "the scores are not scaled": lambda at: at.change(sm_scale=1.0),
+    "the scores are scaled twice": lambda at: at.change(sm_scale=at.inputs.sm_scale**2),
+}
+_ALIBI: _Edits = {
+    "ALiBi is missing": lambda at: at.change(alibi_slopes=None),
+    "ALiBi has the opposite sign": lambda at: at.change(
+        alibi_slopes=None if (slopes := at.inputs.alibi_slopes) is None else -slopes
+    ),
+}
+_CLAMPED: _Edits = {
+    "ALiBi does not grow in the context": lambda at: at.change(
+        alibi_shift=-(at.keys - at.ctx_len).clamp(max=0)
+    ),
+    "ALiBi does not grow among the new tokens": lambda at: at.change(
+        alibi_shift=-(at.keys - at.ctx_len).clamp(min=0)
+    ),
+}
+_WINDOW: _Edits = {
+    "the window is one key longer": lambda at: at.change(visible=at.window(1)),
+    "the window is one key shorter": lambda at: at.change(visible=at.window(-1)),
+}
+_NUMBERS = tuple(
+    f"the window counts {what} without the length of the context" for what in ("rows", "keys")
+)
 
 
-def _alibi(problem: Problem) -> dict[str, _Change]:
-    """Return changes of the ALiBi biases."""
-    if problem.call.alibi_slopes is None:
-        return {}
-    moved: dict[str, Callable[[Problem, int, torch.Tensor], torch.Tensor | int]] = {
-        "ALiBi distances are larger by 1": lambda problem, seq, at: -1,
-        "ALiBi distances are smaller by 1": lambda problem, seq, at: 1,
-        "ALiBi distances lack the length of the context": lambda problem, seq, at: _context(
-            problem, seq
-        ),
-        "ALiBi distances count the length of the context twice": lambda problem, seq, at: (
-            -_context(problem, seq)
-        ),
-        "ALiBi distances lack the position of the row": lambda problem, seq, at: at[:, None],
-        "ALiBi distances count the position of the row twice": lambda problem, seq, at: (
-            -at[:, None]
-        ),
-    }
-    return {text: _moved(shift) for text, shift in moved.items()} | {
-        "ALiBi is missing": lambda problem, row_slice, inputs: dataclasses.replace(
-            inputs, alibi_slopes=None
-        ),
-        "ALiBi has the opposite sign": lambda problem, row_slice, inputs: dataclasses.replace(
-            inputs, alibi_slopes=None if (one := inputs.alibi_slopes) is None else -one
-        ),
-    }
-
-
-def _clamped(problem: Problem) -> dict[str, _Change]:
-    """Return changes of the ALiBi biases of all keys: they do not grow in the context, or after it."""
-    if problem.call.alibi_slopes is None:
-        return {}
-
-    def change(in_context: bool) -> _Change:
-        def clamped(
-            problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
-        ) -> AttentionInputs:
-            after = torch.arange(inputs.key.shape[0]) - _context(problem, row_slice.seq)
-            lost = after.clamp(max=0) if in_context else after.clamp(min=0)
-            return dataclasses.replace(inputs, alibi_shift=-lost)
-
-        return clamped
-
+def _edits(signed: _Signed) -> _Edits:
+    """Return each edit with both signs, by its text."""
     return {
-        "ALiBi does not grow in the context": change(True),
-        "ALiBi does not grow among the new tokens": change(False),
+        text: lambda at, edit=edit, sign=sign: edit(at, sign)  # type: ignore[misc]
+        for *texts, edit in signed
+        for text, sign in zip(texts, (1, -1), strict=True)
     }
 
 
-def _moved(shift: Callable[[Problem, int, torch.Tensor], torch.Tensor | int]) -> _Change:
-    return lambda problem, row_slice, inputs: dataclasses.replace(
-        inputs, alibi_shift=shift(problem, row_slice.seq, inputs.position)
-    )
+def _plus(at: Rows, number: float) -> AttentionInputs:
+    """Return the inputs with a number that is added to all scores."""
+    return at.change(key_bias=torch.full((at.seq_len,), number, dtype=torch.float64))
 
 
-def _context(problem: Problem, seq: int) -> int:
-    return problem.seq_len(seq) - problem.query_len(seq)
-
-
-def _window(problem: Problem) -> dict[str, _Change]:
-    """Return changes of the window."""
-    window = problem.call.sliding_window
-    sizes = {"one key longer": window + 1, "one key shorter": window - 1} if window > 1 else {}
-    return {f"the window is {text}": _of_window(size) for text, size in sizes.items()}
-
-
-def _window_of_numbers(problem: Problem, loop: int) -> dict[str, _Change]:
+def _of_numbers(loop: int) -> Callable[[Rows], AttentionInputs]:
     """Return the window that counts rows or keys of a loop by their numbers among the new tokens.
 
     Over the context these are rows without the length of the context, over the new tokens keys without it.
     """
 
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        causal = mask_of(problem.call, row_slice.seq, sliding_window=0).visible(inputs.position)
-        context = _context(problem, row_slice.seq)
-        lost = context if loop == 0 else -context
-        distance = inputs.position[:, None] - lost - torch.arange(causal.shape[1])
-        is_near = distance < problem.call.sliding_window
-        return dataclasses.replace(inputs, visible=causal & is_near)
+    def edit(at: Rows) -> AttentionInputs:
+        lost = at.ctx_len if loop == 0 else -at.ctx_len
+        is_near = -at.after - lost < at.call.sliding_window
+        return at.change(visible=at.seen_under(sliding_window=0) & is_near)
 
-    text = f"the window counts {('rows', 'keys')[loop]} without the length of the context"
-    return {text: change} if problem.call.sliding_window else {}
-
-
-def _of_window(size: int) -> _Change:
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        mask = mask_of(problem.call, row_slice.seq, sliding_window=size)
-        return dataclasses.replace(inputs, visible=mask.visible(inputs.position))
-
-    return change
+    return edit
 
 
 # Rules about the softmax: one wrong step of a running softmax, or of the merge of its parts.
@@ -655,8 +596,12 @@ def softmax_defects(problem: Problem) -> list[Defect]:
     if problem.call.op == MERGE or not problem.call.visibility.is_plain:
         return []
     return [
-        rule_defect(
-            SOFTMAX_FAMILY, text, text, _computed(law, division), partial(law.is_shown, division)
+        Defect(
+            family=SOFTMAX_FAMILY,
+            name=text,
+            text=text,
+            compute=_computed(law, division),
+            is_shown=partial(law.is_shown, division),
         )
         for division in divisions(problem)
         for text, law in _rules(division)

@@ -19,7 +19,6 @@ from attnlab.contracts.contract import TRITON_DECODE, Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import make_problem
 from attnlab.defects.scores import splits
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
@@ -29,6 +28,7 @@ from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import make_problem
 from attnlab.lab.reference import reference
 from attnlab.mutation.power import measure_power as power
 from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits

@@ -18,12 +18,12 @@ from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS
-from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import model
 from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
+from attnlab.lab.problem import make_problem
 from attnlab.lab.reference import reference
 from attnlab.mutation.report import is_equivalent
 from attnlab.tensors.batch import make_batch

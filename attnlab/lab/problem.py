@@ -13,17 +13,25 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import ENCODER, PREFILL
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.lab.rounding import Rounding
+from attnlab.lab.argument_reference import (
+    Read,
+    argument_formats,
+    argument_rounding,
+    in_numbers,
+)
+from attnlab.lab.rounding import Int4Rounding, Rounding
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 from attnlab.tensors.case_visibility import mask_of
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
-from attnlab.tensors.quantised import Formats, in_numbers
+from attnlab.tensors.quantised import Formats
+from attnlab.tensors.quantised import in_numbers as call_in_numbers
 
 # RowSlice: some rows and heads of one sequence.
 
@@ -149,7 +157,7 @@ class AttentionInputs:
     - ``sm_scale``: the factor of the scores.
     - ``alibi_slopes``: [heads] or None; the bias is the slope times
       (key position + ``alibi_shift`` - row position). ``alibi_shift`` is an int or
-      broadcasts to [rows, keys].
+      broadcasts to [rows, keys]. ``alibi_root``: the bias is the slope times minus the root of the distance.
     - ``apply_softcap``: the function applied to the scaled scores before ALiBi, or None; ``softcap``:
       the cap itself, 0 for none.
     - ``sinks``: [heads], one more logit of each row's softmax without a value, or None.
@@ -159,7 +167,7 @@ class AttentionInputs:
     - ``weigh``: replaces the softmax of the scores [heads, rows, keys], or None.
     - ``leak``: [rows, keys] bool or None: keys with weight 0 whose values are multiplied by it, so that
       a NaN reaches the output.
-    - ``rounding``: what the kernel that computes these rows rounds.
+    - ``rounding``: what the kernel that computes these rows rounds; ``int4``: and what else with INT4.
     """
 
     query: torch.Tensor
@@ -171,6 +179,8 @@ class AttentionInputs:
     alibi_slopes: torch.Tensor | None
     rounding: Rounding
     alibi_shift: torch.Tensor | int = 0
+    alibi_root: bool = False
+    int4: Int4Rounding | None = None
     apply_softcap: Callable[[torch.Tensor], torch.Tensor] | None = None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
@@ -215,8 +225,10 @@ def scores_of(inputs: AttentionInputs) -> torch.Tensor:
         scores = inputs.apply_softcap(scores)
     if inputs.alibi_slopes is not None:
         key_position = torch.arange(inputs.key.shape[0]) + inputs.alibi_shift
-        distance = key_position - inputs.position[:, None]
-        scores += inputs.alibi_slopes[:, None, None] * distance.to(scores.dtype)
+        distance = (key_position - inputs.position[:, None]).to(scores.dtype)
+        if inputs.alibi_root:
+            distance = -(-distance).clamp(min=0).sqrt()
+        scores += inputs.alibi_slopes[:, None, None] * distance
     if inputs.first_bias is not None:
         scores[..., 0] += inputs.first_bias[:, None].to(scores.dtype)
     if inputs.key_bias is not None:
@@ -236,8 +248,11 @@ def attention(inputs: AttentionInputs, dtype: torch.dtype | None = None) -> Pred
     exact = weights_of(inputs, scores).masked_fill(sees_nothing[None, :, None], 0.0)
     finite = inputs.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
     output = exact @ finite
-    bound = inputs.rounding.bound(
-        exact.nan_to_num(0.0).abs(), finite, output.nan_to_num(0.0), score_error(inputs)
+    known, error = exact.nan_to_num(0.0).abs(), score_error(inputs)
+    bound = (
+        inputs.rounding.bound(known, finite, output.nan_to_num(0.0), error)
+        if inputs.int4 is None
+        else inputs.int4.bound(known, finite, error)
     )
     if dtype is not None:
         weights = weights_of(inputs, scores.float()).to(dtype).float()
@@ -282,12 +297,13 @@ def score_error(inputs: AttentionInputs) -> float:
     key = float(finite.norm(dim=2).max()) if finite.numel() else 0.0
     bias = 0.0
     if inputs.alibi_slopes is not None:
-        bias = float(inputs.alibi_slopes.abs().max()) * inputs.key.shape[0]
-    if inputs.mask_bias is not None:
-        bias += float(inputs.mask_bias.abs().max())
-    return inputs.rounding.score_error(
-        query, key, inputs.query.shape[2], inputs.sm_scale, bias, inputs.softcap
-    )
+        largest = inputs.key.shape[0] ** (0.5 if inputs.alibi_root else 1.0)
+        bias = float(inputs.alibi_slopes.abs().max()) * largest
+    for added in (inputs.mask_bias, inputs.first_bias):
+        bias += 0.0 if added is None else float(added.abs().max())
+    size, scale = inputs.query.shape[2], inputs.sm_scale
+    error = inputs.rounding.score_error(query, key, size, scale, bias, inputs.softcap)
+    return error if inputs.int4 is None else error + inputs.int4.score_error(query, finite, scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -301,6 +317,9 @@ class Problem:
     - ``seqs``: the sequences that ran, or None for all.
     - ``before``: contents of the output buffer before the call, or None if unknown.
     - ``formats``: how a call stores its query and output, if not plainly; ``call`` has their numbers.
+    - ``misread``: of a Case with an op argument, returns the problem if its cache is read wrongly, or if the
+      op ignores the argument (None).
+    - ``is_native``: the kernels run on a GPU, not under Triton's interpreter.
     - ``rounds_like_kernel``: predict outputs as a kernel rounds them (sums in float32; weights and output
       in the query's dtype) instead of in float64. Fault injection uses this.
     """
@@ -315,16 +334,39 @@ class Problem:
     batch: Batch | None = None
     before: torch.Tensor | None = None
     formats: Formats | None = None
+    misread: "Callable[[Read | None], Problem] | None" = None
+    is_native: bool = False
     rounds_like_kernel: bool = False
 
     @classmethod
     def of_case(
-        cls, case: Case, batch: Batch, call: KernelCall, before: torch.Tensor | None = None
+        cls,
+        case: Case,
+        batch: Batch,
+        call: KernelCall,
+        before: torch.Tensor | None = None,
+        *,
+        is_native: bool = False,
+        read: Read | None = None,
     ) -> "Problem":
-        """Return the problem of a Case and its call; with an output scale, its output is FP8."""
+        """Return the problem of a Case and its call; with an output scale, its output is FP8.
+
+        ``read``: a wrong read of a cache in the format of an op argument.
+        """
+        misread, formats = None, Formats.of_scaled(call, case.machine.fp8_e4m3)
+        if case.op_argument != NONE:
+            given, plain = (batch, call, before), case.replace(op_argument=NONE)
+
+            def misread(read: Read | None) -> Problem:
+                return cls.of_case(plain if read is None else case, *given, read=read)
+
+            formats = argument_formats(case, call)
+            batch, call = in_numbers(case, batch, call, read)
         return cls(
             call=call,
-            formats=Formats.of_scaled(call, case.machine.fp8_e4m3),
+            formats=formats,
+            misread=misread,
+            is_native=is_native,
             target=Target.of(case),
             kernels=decide(case).kernels,
             written=written_format(case),
@@ -340,7 +382,7 @@ class Problem:
         """Return the problem of a call without a Case, such as a captured one."""
         written = read_format(call.kv_cache_dtype, call.query.dtype, target.platform.fp8_e4m3)
         return cls(
-            call=in_numbers(call),
+            call=call_in_numbers(call),
             formats=Formats.of(call, target.platform.fp8_e4m3),
             target=target,
             kernels=tuple(kernels),
@@ -384,6 +426,8 @@ class Problem:
 
     def cached_len(self, seq: int) -> int:
         """Return how many of a sequence's tokens its kernel reads from the cache, by the op's contract."""
+        if self._has("cached_new_tokens"):
+            return self.seq_len(seq)
         source = contract(self.call.op, self.target, self.call.op).new_tokens_from
         from_cache = source == "cache" or (source == "by query_len" and self.query_len(seq) == 1)
         return self.seq_len(seq) - (0 if from_cache else self.query_len(seq))
@@ -399,10 +443,14 @@ class Problem:
 
     def rounding(self, seq: int) -> Rounding:
         """Return what the kernel that serves a sequence rounds."""
+        serving = tuple(name for name in self.kernels if name != PREFILL)
         if not self.is_decode(seq) and PREFILL in self.kernels:
-            return Rounding.of(self.call, self.target, (PREFILL,), self.formats)
-        others = tuple(name for name in self.kernels if name != PREFILL)
-        return Rounding.of(self.call, self.target, others, self.formats)
+            serving = (PREFILL,)
+        found = Rounding.of(self.call, self.target, serving, self.formats)
+        return found if self.case is None else argument_rounding(self.case, found)
+
+    def _has(self, op_argument: str) -> bool:
+        return self.case is not None and self.case.op_argument == op_argument
 
     # Inputs of a row.
 
@@ -440,24 +488,33 @@ class Problem:
     def _inputs(
         self, row_slice: RowSlice, key: torch.Tensor, value: torch.Tensor
     ) -> AttentionInputs:
-        mask = mask_of(self.call, row_slice.seq)
+        mask, rounding = mask_of(self.call, row_slice.seq), self.rounding(row_slice.seq)
         position = mask.ctx_len + row_slice.tokens
         slopes, sinks, softcap = self.call.alibi_slopes, self.call.sinks, self.call.softcap
+        sinks = None if sinks is None else sinks[row_slice.heads].double()
+        of_key_0, is_packed = self._has("sinks_of_key_0"), False
+        visible = mask.visible(position)
+        if self.case is not None:
+            is_packed = self.case.argument.is_packed
+            visible &= not (self._has("skip_decode") and self.query_len(row_slice.seq) == 1)
         return AttentionInputs(
             query=self.call.query[self.rows(row_slice)][:, row_slice.heads].double(),
             position=position,
             key=key,
             value=value,
-            visible=mask.visible(position),
+            visible=visible,
             mask_bias=mask.bias(position),
             sm_scale=self.sm_scale,
             alibi_slopes=None if slopes is None else slopes[row_slice.heads].double(),
+            alibi_root=self._has("alibi_sqrt"),
             apply_softcap=(
                 None if softcap is None else lambda scores: softcap * (scores / softcap).tanh()
             ),
             softcap=softcap or 0.0,
-            sinks=None if sinks is None else sinks[row_slice.heads].double(),
-            rounding=self.rounding(row_slice.seq),
+            sinks=None if of_key_0 else sinks,
+            first_bias=sinks if of_key_0 else None,
+            rounding=rounding,
+            int4=Int4Rounding.of(rounding, self.is_native) if is_packed else None,
         )
 
     def intended_kv(
@@ -511,7 +568,8 @@ class Problem:
 
     def predict(self, inputs: AttentionInputs) -> Predicted:
         """Compute the output of rows with these inputs, and the largest rounding error of a kernel."""
-        found = attention(inputs, self.call.query.dtype if self.rounds_like_kernel else None)
+        dtype = self.call.query.dtype if self.formats is None else self.formats.query
+        found = attention(inputs, dtype if self.rounds_like_kernel else None)
         return dataclasses.replace(found, output=self.clamped(found.output))
 
     def clamped(self, output: torch.Tensor) -> torch.Tensor:
@@ -521,6 +579,10 @@ class Problem:
     def correct(self, row_slice: RowSlice) -> Predicted:
         """Compute the correct output of some rows."""
         return self.predict(self.attention_inputs(row_slice))
+
+    def correct_output(self) -> Predicted:
+        """Compute the correct output of all rows, which lie in the order of their sequences."""
+        return concatenate([self.correct(row_slice) for row_slice in all_rows(self)])
 
     def correct_rows(self, rows: torch.Tensor, heads: torch.Tensor) -> Predicted:
         """Compute the correct output of any output rows, in their order."""
@@ -592,70 +654,3 @@ def sample_rows(
             rows = torch.linspace(0, length - 1, min(tokens, length)).long().unique()
             row_slices.append(RowSlice(seq=seq, tokens=rows, heads=sampled_heads))
     return row_slices
-
-
-# Defect: one way for a kernel, or for the code that calls it, to be wrong.
-
-Compute = Callable[[Problem, RowSlice], Predicted]
-Applies = Callable[[Problem], bool]
-IsShown = Callable[[Problem, Sequence[int]], bool]
-ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Defect:
-    """One way for a kernel, or for the code that calls it, to be wrong.
-
-    - ``name``: unique; ``family``: its group in the catalogue.
-    - ``text``: what happens, in one sentence without a full stop.
-    - ``seen_in``: public issues and pull requests that report it, as "repository #number".
-    - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
-      "decode" or "unwritten" (rows that the kernel never writes).
-    - ``links``: kinds of Violation that would cause it.
-    - ``compute``: returns the output of some rows under the defect; rows that it does not touch come out
-      correct.
-    - ``applies``: answers whether a call has the feature that the defect is about, such as a window.
-    - ``harmless``: the defect changes only the rounding.
-    - ``variants``: the same defect with other sizes, such as tiles, each as text and ``compute``. The
-      diagnosis tries all of them; elsewhere ``compute`` stands for them.
-    - ``is_possible``: answers whether the tensors at hand allow the defect; the diagnosis excludes others.
-    - ``is_shown``: answers whether wrong rows of some sequences can show what the text says. Elsewhere the
-      same rows follow from less: a lost sum of earlier tiles needs two tiles.
-    """
-
-    name: str
-    family: str
-    text: str
-    seen_in: tuple[str, ...]
-    touches: str
-    compute: Compute
-    applies: Applies
-    links: tuple[str, ...] = ()
-    harmless: bool = False
-    variants: tuple[tuple[str, Compute], ...] = ()
-    is_possible: Applies = lambda problem: True
-    is_shown: IsShown = lambda problem, seqs: True
-
-    def expand(self) -> "tuple[Defect, ...]":
-        """Return one Defect for each variant, with its text; the defect itself if it has none."""
-        if not self.variants:
-            return (self,)
-        return tuple(
-            dataclasses.replace(self, text=f"{self.text} ({text})", compute=compute, variants=())
-            for text, compute in self.variants
-        )
-
-
-def changing_inputs(change: ChangeInputs) -> Compute:
-    """Return the ``compute`` of a defect that changes the inputs of attention."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        inputs = problem.attention_inputs(row_slice)
-        return problem.predict(change(problem, row_slice, inputs))
-
-    return compute
-
-
-def always(problem: Problem) -> bool:
-    """Answer True: the defect applies to every call."""
-    return True
