@@ -66,19 +66,42 @@ class Budget:
             raise TooLong
 
 
-_RUNNING: list["Counter"] = []  # the logs of the launches that run, the innermost last
+_RUNNING: list["OperationLog"] = []  # the logs of the launches that run, the innermost last
 _RERUN_S: ContextVar[float] = ContextVar("rerun_s", default=math.inf)
 
 
-class Counter(Protocol):
-    """Counts the operations of a launch."""
+@dataclass(slots=True)
+class OperationLog:
+    """Counts the operations of a launch, and notes products of int32 numbers that overflow.
+
+    ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
+    """
+
+    operations: int = 0
+    budget: Budget | None = None
 
     def operated(self) -> None:
-        """Count one operation."""
+        """Count an operation."""
+        self.operations += 1
+        if self.budget is not None:
+            self.budget.spend()
+
+    def multiply(self, left: Any, right: Any) -> Any:
+        """Return left × right as NumPy computes it; note an int32 overflow."""
+        product = np.multiply(left, right)
+        if product.dtype == np.int32:
+            wrong = np.multiply(left, right, dtype=np.int64) != product
+            if wrong.any():
+                self._overflowed(left, right, np.atleast_1d(wrong))
+        return product
+
+    def _overflowed(self, left: Any, right: Any, wrong: Any) -> None:
+        """Note the overflow of a product in the elements ``wrong``, bool."""
+        raise NotImplementedError
 
 
 @contextmanager
-def counting(log: Counter) -> Iterator[None]:
+def counting(log: OperationLog) -> Iterator[None]:
     """Count the iterations of loops inside the block as operations of a log."""
     _RUNNING.append(log)
     try:
@@ -469,6 +492,13 @@ class Wrap:
     left: int
     right: int
 
+    @classmethod
+    def of(cls, left: Any, right: Any, wrong: Any) -> "Wrap":
+        """Return the overflow of left × right in the first of the elements ``wrong``, at the current line."""
+        one, other = (np.broadcast_to(n, wrong.shape)[wrong][0] for n in (left, right))
+        file, line = kernel_line()
+        return cls(file=file, line=line, left=int(one), right=int(other))
+
     def text(self) -> str:
         """Return the overflow as one sentence."""
         product = self.left * self.right
@@ -496,7 +526,7 @@ class Outside:
 
 
 @dataclass(slots=True)
-class RunLog:
+class RunLog(OperationLog):
     """What was recorded while a call ran. It is mutated during the call.
 
     - ``launches``: in order; ``wraps``, ``outside``: the first of each source line.
@@ -504,7 +534,6 @@ class RunLog:
     - ``padded``: the rows of the output after the last token if the call was padded, else None.
     - ``reads``: the cache slots that each program loaded, if the launch was traced
       (:mod:`attnlab.kernels.triton.run_log`).
-    - ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
     - ``alone``: kernels whose programs ran one after another, each with what they have that cannot run in
       lockstep. Empty if lockstep is off.
     """
@@ -515,28 +544,11 @@ class RunLog:
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
     reads: dict[Key, set[int]] = field(default_factory=dict)
-    operations: int = 0
-    budget: Budget | None = None
     alone: dict[str, str] = field(default_factory=dict)
 
-    def operated(self) -> None:
-        """Count an operation of the interpreter."""
-        self.operations += 1
-        if self.budget is not None:
-            self.budget.spend()
-
-    def multiply(self, left: Any, right: Any) -> Any:
-        """Return left × right as NumPy computes it; record an int32 overflow."""
-        product = np.multiply(left, right)
-        if product.dtype == np.int32:
-            exact = np.multiply(left, right, dtype=np.int64)
-            wrong = np.atleast_1d(exact != product)
-            if wrong.any():
-                first, second = (np.broadcast_to(n, wrong.shape)[wrong][0] for n in (left, right))
-                file, line = kernel_line()
-                wrap = Wrap(file=file, line=line, left=int(first), right=int(second))
-                self.wraps.setdefault((file, line), wrap)
-        return product
+    def _overflowed(self, left: Any, right: Any, wrong: Any) -> None:
+        wrap = Wrap.of(left, right, wrong)
+        self.wraps.setdefault((wrap.file, wrap.line), wrap)
 
     def stray(self, verb: str, place: str) -> None:
         """Record an out-of-bounds access by the kernel's current line."""
