@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import EXAMPLE, SMALL, planted
+from helpers.triton_example import EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
@@ -134,6 +134,21 @@ def test_an_edit_of_an_expression_over_two_lines_is_a_claim(tmp_path):
     case, line = planted(tmp_path, "first // BLOCK).to", faulty)
     claim = find_claim(lab, case, locate_lines(lab, case, None, LIMIT).repairs)
     assert (claim.line, "\n" in claim.repair.edit.before, claim.is_stated) == (line, True, True)
+
+
+def test_an_edit_that_ends_its_process_ends_only_the_trials(tmp_path, monkeypatch):
+    """With the edit `==`, the kernel ends the copy of this process in which edits are tried."""
+    crash = "def crash():\n    import os\n    os.kill(os.getpid(), 9)\n\n\n@triton.jit"
+    guard = "    if GROUP != GROUP:\n        crash()\n    end = tl.load"
+    changed = TRITON.replace("@triton.jit", crash, 1).replace("    end = tl.load", guard, 1)
+    monkeypatch.setattr("helpers.triton_example.TRITON", changed)
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    location = locate_lines(Lab(device="cpu"), case, None, LIMIT)
+    assert location.tried > 0
+    (sentence,) = location.sentences()
+    assert sentence.endswith("one ended the trials by SIGKILL")
+    with_lines = dataclasses.replace(location, lines=(None,))
+    assert with_lines.sentences()[0].endswith("trial edits; one ended the trials by SIGKILL")
 
 
 def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):

@@ -100,8 +100,8 @@ def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
 def test_infinite_and_nan_scores_are_one_fault(source: Source) -> None:
     """With a cap above 1, scores are infinite before they become NaN; a check gives both the same name."""
     case = Case(
-        op=UNIFIED, backend="vllm", release=source.rules, num_heads=1, head_size=32, sm_scale=16.0, softcap=2.0,
-        query_lens=(1,), ctx_lens=(0,), seed=7, distribution="normal", fill="all_rows",
+        op=UNIFIED, backend="vllm", release=source.rules, num_heads=1, head_size=32, sm_scale=16.0,
+        softcap=2.0, query_lens=(1,), ctx_lens=(0,), seed=7, distribution="normal", fill="all_rows",
     )  # fmt: skip
     lab = Lab(source=source.path, device="cpu")
     backend = VllmBackend(path=source.path, requested_device="cpu")
