@@ -351,14 +351,14 @@ class Trace:
 
 _FIRST = 1 << 48  # above every address of a process
 _APART = 1 << 44  # an int32 offset times a stride is far smaller
-_OUTSIDE: ContextVar[int] = ContextVar("outside", default=0)
+_OUTSIDE: ContextVar[float] = ContextVar("outside", default=0)
 
 
 @contextmanager
-def other_outside(number: int) -> Iterator[None]:
+def other_outside(number: float) -> Iterator[None]:
     """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
 
-    A result that changes depends on memory that belongs to no tensor of the launch.
+    A result that changes depends on memory that belongs to no tensor of the launch. Of NaN, integers get 1.
     """
     token = _OUTSIDE.set(number)
     try:
@@ -465,7 +465,10 @@ def values_outside(values: Any, asked: Any, inside: Any) -> Any:
     ``asked``: the mask of the load; ``inside``: without addresses that are in no tensor.
     """
     number = _OUTSIDE.get()
-    return values if not number else np.where(asked & ~inside, values.dtype.type(number), values)
+    if not number:
+        return values
+    fill = number if values.dtype.kind == "f" or not math.isnan(number) else 1
+    return np.where(asked & ~inside, values.dtype.type(fill), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
