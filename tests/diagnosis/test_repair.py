@@ -271,6 +271,21 @@ def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(tmp_p
     assert not find_claim(lab, case, [loose]).is_stated
 
 
+def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeypatch):
+    """Under the interpreter such a read returns 0, on a GPU whatever is there."""
+    lab = Lab(device="cpu")
+    mask = "value + at, mask=both"
+    case, _ = planted(tmp_path, mask, "value + at, mask=(DIM > d)[None, :]")
+    right = edit_of(lab, case, "(DIM > d)[None, :]", "both")
+    outside = edit_of(lab, case, "value + at", "value + tl.where(both, at, 1 << 42)")
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    similar = [case.replace(seed=seed) for seed in range(20, 30)]
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    assert find_claim(lab, case, [right]).repair is right
+    assert find_claim(lab, case, [outside]) is None
+
+
 def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:
     """Return the edit of the first place of an expression of the kernel of a Case, which must be wrong."""
     with probing(Probe(records=True)) as probe:
