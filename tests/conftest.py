@@ -26,10 +26,11 @@ START_FIRST = (
 )
 
 
-# Tests that need ten seconds to three minutes each. They get the marker `long`, and CI leaves them out.
+# Tests that need ten seconds to ten minutes each. They get the marker `long`, and CI leaves them out.
 LONG = (
-    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.20.2]",
-    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.11.2]",
+    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.33.0-all cases]",
+    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.20.2-all cases]",
+    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.11.2-all cases]",
     "test_notebooks.py::test_every_verdict_is_as_expected[gfx1100, other lengths]",
     "test_notebooks.py::test_every_verdict_is_as_expected[Triton decodes]",
     "test_notebooks.py::test_every_verdict_is_as_expected[gfx942 of 0.11.2]",

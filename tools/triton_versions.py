@@ -106,7 +106,7 @@ def verdicts(source: str, sample: int | None, processes: int) -> dict[str, Any]:
     """Return the verdicts of cases of a source in this environment, and its release of Triton."""
     from attnlab.case.case import Case
     from attnlab.checker.check import backend_of
-    from attnlab.checker.plan import Plan
+    from attnlab.checker.plan import Plan, is_case
     from attnlab.kernels.vllm.source import fetch_ops
     from attnlab.tasks.local import LocalEngine
     from attnlab.tasks.task import Task
@@ -118,7 +118,10 @@ def verdicts(source: str, sample: int | None, processes: int) -> dict[str, Any]:
     if sample is not None:
         tasks = sampled(tasks, sample)
     found: Verdicts = {}
-    names = {one.key: str(Case.from_dict(one.payload["case"])) for one in tasks}
+    names = {
+        one.key: str(Case.from_dict(one.payload["case"])) if is_case(one) else one.key
+        for one in tasks
+    }
 
     def note(outcome: Any) -> None:
         verdict = outcome.verdict or {}

@@ -250,8 +250,16 @@ class Design:
         return True
 
 
-def find_design(values: Mapping[str, Mapping[str, Value]], make: Make) -> Design:
-    """Return the design of some knobs, without the values that are not allowed alone."""
+def find_design(
+    values: Mapping[str, Mapping[str, Value]],
+    make: Make,
+    refusal: Callable[[Any], str] = lambda case: "",
+) -> Design:
+    """Return the design of some knobs, without the values that are not allowed alone.
+
+    ``refusal``: why the op itself refuses what ``make`` returned, or "". Such a row would run nothing, so its
+    pairs would be covered in name only.
+    """
     refused: dict[Tuple, str] = {}
     every = Design(values=values, refused=refused, make=make)
     kept: dict[str, dict[str, Value]] = {}
@@ -263,6 +271,7 @@ def find_design(values: Mapping[str, Mapping[str, Value]], make: Make) -> Design
             why = _refusal(every, row)
             if not why and (case := make(every.fields(row))) in made:
                 why = "it changes nothing"
+            why = why or refusal(case)
             if why:
                 refused[((knob, name),)] = why
             else:
@@ -340,13 +349,17 @@ def edges(backend: Backend, cases: Iterable[Case]) -> Edges:
 
 def launches(backend: Backend, case: Case) -> list[LaunchParameters]:
     """Return the launches of a Case on interpreted kernels; none if the release refuses it."""
-    lab = Lab(source=backend.path, device="cpu")
+    return _call_op(Lab(source=backend.path, device="cpu"), case)[0]
+
+
+def _call_op(lab: Lab, case: Case) -> tuple[list[LaunchParameters], str]:
+    """Call the op of a Case without a program; return its launches, and what it states as a limit, or ""."""
     with recording_launches() as found:
         try:
-            lab.run(case)
+            result = lab.run(case)
         except AttnLabError:
-            return []
-    return found
+            return [], ""
+    return found, "" if result.failed else result.error or ""
 
 
 def edges_of(launch: LaunchParameters) -> Edges:
@@ -530,7 +543,11 @@ def hostile_design(backend: Backend, op: str, platform: str) -> Design:
     plain = [make(_fields(LENGTHS[0]))]
     if OPS[op].num_splits:
         plain.append(plain[0].replace(num_splits=_SPLITS[-1]))
-    return find_design(values_of(op, lengths_knob(op, edges(backend, plain))), make)
+    values = values_of(op, lengths_knob(op, edges(backend, plain)))
+    if backend.name != "vllm" or backend.device != "cpu":
+        return find_design(values, make)
+    lab = Lab(source=backend.path, device="cpu")
+    return find_design(values, make, lambda case: _call_op(lab, case)[1])
 
 
 _UNUSUAL = 0.2  # the share of knobs that a random case sets to another value than the plain one

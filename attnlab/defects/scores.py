@@ -9,6 +9,7 @@ import torch
 from attnlab.case.ops import CPU_ATTENTION, UNIFIED
 from attnlab.contracts.contract import PARTITION_SIZE
 from attnlab.defects.edit import Defect, Rows, family, fault, has_head_groups, has_several_heads
+from attnlab.kernels.model import capped
 from attnlab.lab.problem import AttentionInputs, Problem
 
 
@@ -139,14 +140,17 @@ def _softcap(at: Rows, wrong: Callable[[torch.Tensor, float], torch.Tensor]) -> 
 
 
 def _overflowing(at: Rows) -> AttentionInputs:
-    lower = CPU_EXP_LIMIT if at.call.op == CPU_ATTENTION else -EXP_LIMIT
-
-    def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    def on_cpu(scores: torch.Tensor, softcap: float) -> torch.Tensor:
         ratio = scores / softcap
-        overflows = (ratio > EXP_LIMIT) | (ratio < lower)
+        overflows = (ratio > EXP_LIMIT) | (ratio < CPU_EXP_LIMIT)
         return (softcap * ratio.tanh()).masked_fill(overflows, torch.nan)
 
-    return _softcap(at, capped)
+    def on_gpu(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+        """Also compute the infinite scores of a cap above 1, in front of those that are NaN."""
+        computed = capped(scores.float(), softcap, overflows=True).to(scores.dtype)
+        return torch.where(computed.isfinite(), softcap * (scores / softcap).tanh(), computed)
+
+    return _softcap(at, on_cpu if at.call.op == CPU_ATTENTION else on_gpu)
 
 
 def _may_overflow(problem: Problem) -> bool:
@@ -212,7 +216,7 @@ SOFTCAP = family(
     ),
     fault(
         "softcap_overflows",
-        "a score above about 88 times the soft cap becomes NaN, because exp overflows in float32",
+        "a score beyond ±88 times the soft cap becomes NaN or infinite, as exp overflows in float32",
         "vllm #56578, vllm #56579",
         _overflowing,
         *(_has_softcap, _may_overflow),

@@ -606,8 +606,9 @@ class KernelLocation:
     - ``lines``: by all evidence, as material: most of them are not the fault. ``confirmed``: the edit that
       further cases confirm, or None if there is none or none was looked for.
     - ``repairs``: edits that make the located call right, and a second case, the best first.
-    - ``why_none``: a clause, "" if there are lines. ``tried``: the number of trial edits. ``programs``:
-      (programs with wrong elements, programs that write elements).
+    - ``why_none``: a clause, "" if there are lines. ``tried``: the number of trial edits; ``ended``: the
+      signal by which one of them ended the trials, or "". ``programs``: (programs with wrong elements,
+      programs that write elements).
     """
 
     lines: tuple[KernelLine, ...] = ()
@@ -615,6 +616,7 @@ class KernelLocation:
     repairs: tuple[Repair, ...] = ()
     why_none: str = ""
     tried: int = 0
+    ended: str = ""
     programs: tuple[int, int] = (0, 0)
 
     def sentences(self) -> list[str]:
@@ -623,7 +625,10 @@ class KernelLocation:
             return [self.confirmed.text]
         if not self.lines:
             return [f"source line: unknown, because {self.why_none}"]
-        return [f"source line: unknown; further cases confirm none of {self.tried} trial edits"]
+        ended = f"; one ended the trials by {self.ended}" if self.ended else ""
+        return [
+            f"source line: unknown; further cases confirm none of {self.tried} trial edits{ended}"
+        ]
 
     @property
     def confirmed_lines(self) -> tuple[KernelLine, ...]:

@@ -269,14 +269,15 @@ def size_fact(cells: Cells, has_rule: bool) -> Fact | None:
     )
     is_precision = not has_rule and _is_precision(cells, relative)
     if is_precision:
-        what += "; they are small and in most sequences"
+        seqs = len(wrong.seq.unique()), len(cells.seq.unique())
+        what += f"; they are small, in {seqs[0]} of {seqs[1]} sequences"
     values = {"largest": largest, "ratio": ratio, "relative": relative}
     kind = "precision" if is_precision else "size"
     return Fact(kind=kind, where="", what=what, values=values)
 
 
 def _is_precision(cells: Cells, relative: float) -> bool:
-    """Answer whether errors are below 3 % of the output, in most sequences, and without direction."""
+    """Answer whether errors are below 3 % of the output, in half of the sequences, and without direction."""
     seqs, wrong_seqs = cells.seq.unique(), cells.seq[cells.is_wrong].unique()
     error = (cells.output - cells.correct).nan_to_num(0.0, 0.0, 0.0)
     share = float((cells.ratio > 0.5).double().mean())

@@ -37,12 +37,11 @@ _DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
 _FURTHER = (
     ((1, 0), (3, 0), (1, 33), (12, 100), (1, 15)),
     ((2, 5), (35, 16), (1, 0), (1, 280)),
-    ((1, 44), (2, 18)),
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
 _NEARBY = 12  # cases with lengths like those of a Case
-_SEED_OF_HEADS, _MOST_HEADS = 15, 32  # the case with more heads; of a Case that gets them
+_MOST_HEADS = 32  # of a Case that gets a case with more
 # Few sequences: a statement about some of several sequences must also be true of one.
 _FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
 _WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
@@ -50,12 +49,13 @@ _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and oth
 
 
 def second_cases(case: Case) -> Iterator[Case]:
-    """Yield cases in which an explanation must hold again: the second case, then one without short sequences
-    that has decodes and prefills if the same kernels serve both. If only decodes ran, a further batch of
-    decodes follows, because an op may compute those in another way."""
+    """Yield cases in which an explanation must hold again: the second case, one without short sequences that
+    has decodes and prefills if the same kernels serve both, and one with more heads. If only decodes ran, a
+    further batch of decodes follows, because an op may compute those in another way."""
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     mixed = _longer_case(case, _MIXED, 7)
-    found = [second_case(case), mixed or other_case(case)]
+    few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)
+    found = [second_case(case), mixed or other_case(case), few and _with_more_heads(few)]
     if only_decodes and mixed is not None:
         found.append(_longer_case(case, _DECODES, 11))
     yield from (other for other in found if other is not None)
@@ -78,7 +78,7 @@ def further_cases(case: Case) -> Iterator[Case]:
         chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
         other = _longer_case(case, chosen, seed)
         if other is not None:
-            yield _with_more_heads(other) if seed == _SEED_OF_HEADS else other
+            yield other
 
 
 def _with_more_heads(case: Case) -> Case:

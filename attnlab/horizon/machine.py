@@ -26,6 +26,7 @@ import numpy as np
 
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.kernels.triton.interpreter import own_failures
+from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
 from attnlab.kernels.triton.launch_plan import one_at_a_time
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.run_log import Budget, Memory, RunLog, TooLong
@@ -321,9 +322,7 @@ class _Watch:
         """Return a called function, with the names that its loops need."""
         if id(function) not in self._rewritten:
             self._rewritten.add(id(function))
-            function.fn.__globals__.update(
-                __attnlab_loop__=self.loop, __attnlab_while__=lambda: _While()
-            )
+            function.fn.__globals__.update({LOOP_MAKER: self.loop, WHILE_MAKER: _While})
         return function
 
     # Loops

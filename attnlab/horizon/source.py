@@ -21,6 +21,7 @@ from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.horizon.machine import Libdevice
 from attnlab.kernels.cache_folder import private_folder, writing
 from attnlab.kernels.triton.interpreter import interpreted_triton
+from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
 
 _JIT = re.compile(r"\bjit\b")
 _GLUON = re.compile(r"\bgluon\b")
@@ -60,7 +61,7 @@ class Loops(ast.NodeTransformer):
         assert isinstance(call, ast.Call)
         loop = ast.Name(f"__loop_{node.lineno}_{node.col_offset}", ast.Load())
         is_static = ast.Constant(name == "static_range")
-        call.func, call.args = ast.Name("__attnlab_loop__", ast.Load()), [is_static, *call.args]
+        call.func, call.args = ast.Name(LOOP_MAKER, ast.Load()), [is_static, *call.args]
         stored, loaded = _names(node.body)
         begin = ast.Assign([ast.Name(loop.id, ast.Store())], call)
         node.iter = loop
@@ -78,7 +79,7 @@ class Loops(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> Any:
         self.generic_visit(node)
         counter = ast.Name(f"__loop_{node.lineno}_{node.col_offset}", ast.Load())
-        maker = ast.Call(ast.Name("__attnlab_while__", ast.Load()), [], [])
+        maker = ast.Call(ast.Name(WHILE_MAKER, ast.Load()), [], [])
         begin = ast.Assign([ast.Name(counter.id, ast.Store())], maker)
         more = ast.Call(ast.Attribute(counter, "more", ast.Load()), [], [])
         node.test = ast.BoolOp(ast.And(), [more, node.test])

@@ -13,6 +13,7 @@ from attnlab.checker.hostile import (
     hostile_cases,
     hostile_design,
     longest_split,
+    uncovered,
 )
 from attnlab.checker.variants import LATE_VARIANTS, VARIANTS
 from attnlab.kernels import find_backend
@@ -112,6 +113,16 @@ def test_what_is_refused_has_a_reason_and_is_refused() -> None:
         if len(entry) == 2:
             with pytest.raises(InvalidCase):
                 design.make(design.fields({**design.plain(), **dict(entry)}))
+
+
+@pytest.mark.releases
+def test_a_value_that_the_op_itself_refuses_is_in_no_row() -> None:
+    """Such rows run nothing: in 0.11.2 they alone had the pair of head size 80 and padding."""
+    backend = find_backend("vllm", of_release("0.11.2").path, "cpu")
+    design = hostile_design(backend, "unified_attention", "sm_90")
+    assert design.refused[(("cache", "fp8 query"),)] == "Q scales not supported"
+    assert [*design.values["cache"]] == ["plain", "fp8"]
+    assert not uncovered(design, covering_rows(backend, "unified_attention", "sm_90", 0))
 
 
 def test_rows_depend_on_the_seed() -> None:

@@ -48,6 +48,17 @@ class Spoiled(Lab):
         return RunOutput()
 
 
+class HalvedHeads(Lab):
+    """A lab whose kernel reads KV head h // 2 in place of h."""
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        heads = torch.arange(case.num_kv_heads) // 2
+        caches = {name: getattr(call, name)[:, heads] for name in ("key_cache", "value_cache")}
+        wrong = dataclasses.replace(call, **caches)
+        model.run(wrong, Target.of(case), decide(case).kernels)
+        return RunOutput()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledBackend(ModelBackend):
     """The models with 1.3 times the scale."""
@@ -74,6 +85,14 @@ def test_a_name_that_decodes_alone_show_says_so(op, is_of_decodes):
     found = with_second_cases(Lab(), case, lab.output, alone)
     assert found.cause.name == "scale_doubled"
     assert ("(in batches of decodes)" in found.conclusion) == is_of_decodes
+
+
+def test_a_map_of_heads_must_hold_with_more_than_two_kv_heads():
+    """With two of them, head h // 2 is head 0."""
+    case, lab = MIXED.replace(num_queries_per_kv=2), HalvedHeads()
+    alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    assert alone.cause.name == "kv_head_first"
+    assert with_second_cases(Lab(), case, lab.output, alone, second_cases).cause is None
 
 
 def has_prefills(case: Case) -> bool:

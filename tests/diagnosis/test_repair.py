@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import EXAMPLE, SMALL, planted
+from helpers.triton_example import EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
@@ -136,6 +136,21 @@ def test_an_edit_of_an_expression_over_two_lines_is_a_claim(tmp_path):
     assert (claim.line, "\n" in claim.repair.edit.before, claim.is_stated) == (line, True, True)
 
 
+def test_an_edit_that_ends_its_process_ends_only_the_trials(tmp_path, monkeypatch):
+    """With the edit `==`, the kernel ends the copy of this process in which edits are tried."""
+    crash = "def crash():\n    import os\n    os.kill(os.getpid(), 9)\n\n\n@triton.jit"
+    guard = "    if GROUP != GROUP:\n        crash()\n    end = tl.load"
+    changed = TRITON.replace("@triton.jit", crash, 1).replace("    end = tl.load", guard, 1)
+    monkeypatch.setattr("helpers.triton_example.TRITON", changed)
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    location = locate_lines(Lab(device="cpu"), case, None, LIMIT)
+    assert location.tried > 0
+    (sentence,) = location.sentences()
+    assert sentence.endswith("one ended the trials by SIGKILL")
+    with_lines = dataclasses.replace(location, lines=(None,))
+    assert with_lines.sentences()[0].endswith("trial edits; one ended the trials by SIGKILL")
+
+
 def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
     """A second fault makes long sequences wrong, so the edit of the first one repairs short ones only."""
     lab = Lab(device="cpu")
@@ -254,6 +269,21 @@ def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(tmp_p
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
     assert find_claim(lab, case, [right]).is_stated
     assert not find_claim(lab, case, [loose]).is_stated
+
+
+def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeypatch):
+    """Under the interpreter such a read returns 0, on a GPU whatever is there."""
+    lab = Lab(device="cpu")
+    mask = "value + at, mask=both"
+    case, _ = planted(tmp_path, mask, "value + at, mask=(DIM > d)[None, :]")
+    right = edit_of(lab, case, "(DIM > d)[None, :]", "both")
+    outside = edit_of(lab, case, "value + at", "value + tl.where(both, at, 1 << 42)")
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    similar = [case.replace(seed=seed) for seed in range(20, 30)]
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    assert find_claim(lab, case, [right]).repair is right
+    assert find_claim(lab, case, [outside]) is None
 
 
 def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:

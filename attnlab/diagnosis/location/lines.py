@@ -401,6 +401,7 @@ def _located(
         why_none="" if lines else _why_no_line(trials),
         repairs=preferred(trials.repairs),
         tried=trials.tried,
+        ended=trials.ended,
         programs=(len(trials.wrong_units), len(trials.replay.units)),
     )
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import linecache
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from attnlab.kernels.control import rows_equal, uncontrolled
 from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.lockstep.control import live
 from attnlab.kernels.triton.probe import Probe, probing
-from attnlab.kernels.triton.run_log import Budget, TooLong
+from attnlab.kernels.triton.run_log import Budget, TooLong, other_outside
 from attnlab.lab.lab import Lab
 
 _MOST_EDITS = 6  # that are compared with each other
@@ -460,6 +461,7 @@ def _names(text: str) -> set[str]:
 class _Proof:
     """A case in which edits must hold, with finite numbers and with NaN in slots without a token.
 
+    With NaN there, the memory outside of all tensors holds NaN, too: an edit may make a kernel read it.
     ``runs``: what :func:`_run` returned, by the contents of the slots and the edit. ``conditions``: the
     values of the condition of each edit.
     """
@@ -476,7 +478,8 @@ class _Proof:
         key = (slots, None if repair is None else id(repair))
         if key not in self.runs:
             condition = self.conditions.setdefault(key[1], set())
-            self.runs[key] = _run(self.lab, with_contents(self.case, slots), repair, condition)
+            with other_outside(math.nan if slots == "nan" else 0.0):
+                self.runs[key] = _run(self.lab, with_contents(self.case, slots), repair, condition)
         return self.runs[key]
 
     def _is_right(self, slots: str, repair: Repair | None) -> bool | None:

@@ -491,7 +491,7 @@ class Trials:
             if is_done or time.process_time() > end or self.tried >= limit.edits:
                 return
             self.tried += 1
-            if not self.tried % _OFTEN:
+            if self.tried % _OFTEN == 1:
                 send(self.tried)
             share, is_elsewhere = self._first_share(forms, number, first)
             if share == 1 or is_elsewhere:

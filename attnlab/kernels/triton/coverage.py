@@ -18,10 +18,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.kernels.triton.kernel_text import compile_tree, text_of
+from attnlab.kernels.triton.kernel_text import FOR_MARK, IF_MARK, RAN_MARK, compile_tree, text_of
 
 Points = set[str]
-RAN_MARK, IF_MARK, FOR_MARK = "__attnlab_ran__", "__attnlab_if__", "__attnlab_for__"
 _KINDS = {ast.If: "if", ast.IfExp: "if", ast.While: "while", ast.For: "for"}
 
 

@@ -16,6 +16,15 @@ _VARIANT = "_attnlab_variant"  # parameter of a compiled function
 HEADS = ("value", "test", "iter")  # expressions of a statement that can be changed
 _MOST_BRANCHES = 40  # variants of a function; more are more functions
 
+# The global names that rewritten kernels use, of every rewriter. Two that are equal cannot be imported.
+(
+    RAN_MARK, IF_MARK, FOR_MARK, AND_CALL, OR_CALL, CHAIN_CALL, FOR_CALL, WHILE_CALL, CONTROL, LOOP_MAKER,
+    WHILE_MAKER,
+) = dict.fromkeys(
+    f"__attnlab_{one}__"
+    for one in ["ran", "if", "for", "and", "or", "chain", "each", "test", "lockstep", "loop", "while"]
+)  # fmt: skip
+
 Observer = Callable[..., Any]
 Change = tuple[int, int, str]  # first byte, the byte after the last, and the new text
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.kernel_text import AND_CALL, CHAIN_CALL, FOR_CALL, OR_CALL, WHILE_CALL
 from attnlab.kernels.triton.run_log import Memory, RunLog, counting, iterated, values_outside
 
 # bfloat16 for Triton's interpreter, whose own computes with the raw bits of bfloat16 numbers.
@@ -121,9 +122,6 @@ def _converter(convert: Any, ir: Any) -> Any:
 # does not visit the value of an assignment; this one does.
 #
 # A loop counts its iterations, so that one without any operation can be stopped.
-
-AND_CALL, OR_CALL, CHAIN_CALL = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
-FOR_CALL, WHILE_CALL = "__attnlab_each__", "__attnlab_test__"
 
 
 def with_bool_ops(rewriter: Any) -> None:

@@ -66,19 +66,42 @@ class Budget:
             raise TooLong
 
 
-_RUNNING: list["Counter"] = []  # the logs of the launches that run, the innermost last
+_RUNNING: list["OperationLog"] = []  # the logs of the launches that run, the innermost last
 _RERUN_S: ContextVar[float] = ContextVar("rerun_s", default=math.inf)
 
 
-class Counter(Protocol):
-    """Counts the operations of a launch."""
+@dataclass(slots=True)
+class OperationLog:
+    """Counts the operations of a launch, and notes products of int32 numbers that overflow.
+
+    ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
+    """
+
+    operations: int = 0
+    budget: Budget | None = None
 
     def operated(self) -> None:
-        """Count one operation."""
+        """Count an operation."""
+        self.operations += 1
+        if self.budget is not None:
+            self.budget.spend()
+
+    def multiply(self, left: Any, right: Any) -> Any:
+        """Return left × right as NumPy computes it; note an int32 overflow."""
+        product = np.multiply(left, right)
+        if product.dtype == np.int32:
+            wrong = np.multiply(left, right, dtype=np.int64) != product
+            if wrong.any():
+                self._overflowed(left, right, np.atleast_1d(wrong))
+        return product
+
+    def _overflowed(self, left: Any, right: Any, wrong: Any) -> None:
+        """Note the overflow of a product in the elements ``wrong``, bool."""
+        raise NotImplementedError
 
 
 @contextmanager
-def counting(log: Counter) -> Iterator[None]:
+def counting(log: OperationLog) -> Iterator[None]:
     """Count the iterations of loops inside the block as operations of a log."""
     _RUNNING.append(log)
     try:
@@ -329,14 +352,14 @@ class Trace:
 
 _FIRST = 1 << 48  # above every address of a process
 _APART = 1 << 44  # an int32 offset times a stride is far smaller
-_OUTSIDE: ContextVar[int] = ContextVar("outside", default=0)
+_OUTSIDE: ContextVar[float] = ContextVar("outside", default=0)
 
 
 @contextmanager
-def other_outside(number: int) -> Iterator[None]:
+def other_outside(number: float) -> Iterator[None]:
     """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
 
-    A result that changes depends on memory that belongs to no tensor of the launch.
+    A result that changes depends on memory that belongs to no tensor of the launch. Of NaN, integers get 1.
     """
     token = _OUTSIDE.set(number)
     try:
@@ -443,7 +466,10 @@ def values_outside(values: Any, asked: Any, inside: Any) -> Any:
     ``asked``: the mask of the load; ``inside``: without addresses that are in no tensor.
     """
     number = _OUTSIDE.get()
-    return values if not number else np.where(asked & ~inside, values.dtype.type(number), values)
+    if not number:
+        return values
+    fill = number if values.dtype.kind == "f" or not math.isnan(number) else 1
+    return np.where(asked & ~inside, values.dtype.type(fill), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,6 +495,13 @@ class Wrap:
     line: int
     left: int
     right: int
+
+    @classmethod
+    def of(cls, left: Any, right: Any, wrong: Any) -> "Wrap":
+        """Return the overflow of left × right in the first of the elements ``wrong``, at the current line."""
+        one, other = (np.broadcast_to(n, wrong.shape)[wrong][0] for n in (left, right))
+        file, line = kernel_line()
+        return cls(file=file, line=line, left=int(one), right=int(other))
 
     def text(self) -> str:
         """Return the overflow as one sentence."""
@@ -497,7 +530,7 @@ class Outside:
 
 
 @dataclass(slots=True)
-class RunLog:
+class RunLog(OperationLog):
     """What was recorded while a call ran. It is mutated during the call.
 
     - ``launches``: in order; ``wraps``, ``outside``: the first of each source line.
@@ -505,7 +538,6 @@ class RunLog:
     - ``padded``: the rows of the output after the last token if the call was padded, else None.
     - ``reads``: the cache slots that each program loaded, if the launch was traced
       (:mod:`attnlab.kernels.triton.run_log`).
-    - ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
     - ``alone``: kernels whose programs ran one after another, each with what they have that cannot run in
       lockstep. Empty if lockstep is off.
     """
@@ -516,28 +548,11 @@ class RunLog:
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
     reads: dict[Key, set[int]] = field(default_factory=dict)
-    operations: int = 0
-    budget: Budget | None = None
     alone: dict[str, str] = field(default_factory=dict)
 
-    def operated(self) -> None:
-        """Count an operation of the interpreter."""
-        self.operations += 1
-        if self.budget is not None:
-            self.budget.spend()
-
-    def multiply(self, left: Any, right: Any) -> Any:
-        """Return left × right as NumPy computes it; record an int32 overflow."""
-        product = np.multiply(left, right)
-        if product.dtype == np.int32:
-            exact = np.multiply(left, right, dtype=np.int64)
-            wrong = np.atleast_1d(exact != product)
-            if wrong.any():
-                first, second = (np.broadcast_to(n, wrong.shape)[wrong][0] for n in (left, right))
-                file, line = kernel_line()
-                wrap = Wrap(file=file, line=line, left=int(first), right=int(second))
-                self.wraps.setdefault((file, line), wrap)
-        return product
+    def _overflowed(self, left: Any, right: Any, wrong: Any) -> None:
+        wrap = Wrap.of(left, right, wrong)
+        self.wraps.setdefault((wrap.file, wrap.line), wrap)
 
     def stray(self, verb: str, place: str) -> None:
         """Record an out-of-bounds access by the kernel's current line."""

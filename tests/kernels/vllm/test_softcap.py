@@ -14,6 +14,7 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, TRITON_OPS, UNIFIED, WRAPPER
+from attnlab.checker.case_check import check_case
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -21,6 +22,7 @@ from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import model
 from attnlab.kernels.binding import bind
+from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
@@ -93,6 +95,19 @@ def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
     assert output.isnan().flatten(1).any(1).sum() > 50
     assert diagnosis.cause is not None
     assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("softcap_overflows", "all")
+
+
+def test_infinite_and_nan_scores_are_one_fault(source: Source) -> None:
+    """With a cap above 1, scores are infinite before they become NaN; a check gives both the same name."""
+    case = Case(
+        op=UNIFIED, backend="vllm", release=source.rules, num_heads=1, head_size=32, sm_scale=16.0,
+        softcap=2.0, query_lens=(1,), ctx_lens=(0,), seed=7, distribution="normal", fill="all_rows",
+    )  # fmt: skip
+    lab = Lab(source=source.path, device="cpu")
+    backend = VllmBackend(path=source.path, requested_device="cpu")
+    found = check_case(lab, backend, case)
+    names = [("softcap_overflows",)] if source.rules == "0.11.2" else []
+    assert [one.names for one in found if one.is_fault] == names
 
 
 @pytest.mark.parametrize("name", CAPS)

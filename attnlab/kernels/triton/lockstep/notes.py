@@ -9,54 +9,36 @@ from typing import Any
 import numpy as np
 
 from attnlab.kernels.triton.lockstep.control import Refused, running
-from attnlab.kernels.triton.run_log import Budget, Outside, RunLog, Wrap, kernel_line
+from attnlab.kernels.triton.run_log import OperationLog, Outside, RunLog, Wrap, kernel_line
 
 Line = tuple[str, int]
 Noted = dict[Line, tuple[int, int, Any]]  # number of the program, a time in the batch, the note
 
 
 @dataclass(slots=True, eq=False)
-class Notes:
+class Notes(OperationLog):
     """The notes of a launch. It takes the place of its log while batches run.
 
-    ``budget``: a limit of operations, of which one serves all programs of a batch, or None. ``_wraps`` and
-    ``_outside`` are those of batches that ended, ``_new`` those of the batch that runs.
+    One operation serves all programs of a batch. ``_wraps`` and ``_outside`` are those of batches that
+    ended, ``_new`` those of the batch that runs.
     """
 
-    operations: int = 0
-    budget: Budget | None = None
     _time: int = 0
     _wraps: Noted = field(default_factory=dict)
     _outside: Noted = field(default_factory=dict)
     _new: tuple[Noted, Noted] = field(default_factory=lambda: ({}, {}))
 
-    def operated(self) -> None:
-        """Count an operation."""
-        self.operations += 1
-        if self.budget is not None:
-            self.budget.spend()
-
-    def multiply(self, left: Any, right: Any) -> Any:
-        """Return left × right as NumPy computes it; note an int32 overflow."""
-        product = np.multiply(left, right)
-        if product.dtype == np.int32:
-            wrong = np.multiply(left, right, dtype=np.int64) != product
-            if wrong.any():
-                self._wrapped(left, right, wrong)
-        return product
-
-    def _wrapped(self, left: Any, right: Any, wrong: Any) -> None:
+    def _overflowed(self, left: Any, right: Any, wrong: Any) -> None:
         found = first_program(wrong)
         if found is None:
             return
         if running().scalar_loops:
             raise Refused("an int32 overflow in a loop that begins differently in each program")
         number, at = found
-        lanes = wrong[at]
-        one, other = (np.broadcast_to(n, wrong.shape)[at][lanes].flat[0] for n in (left, right))
-        file, line = kernel_line()
-        wrap = Wrap(file=file, line=line, left=int(one), right=int(other))
-        self._keep(self._new[0], (file, line), number, wrap)
+        own = np.zeros_like(wrong)
+        own[at] = wrong[at]
+        wrap = Wrap.of(left, right, own)
+        self._keep(self._new[0], (wrap.file, wrap.line), number, wrap)
 
     def strayed(self, verb: str, number: int, place: str) -> None:
         """Note an access outside of all tensors by the program with a number."""

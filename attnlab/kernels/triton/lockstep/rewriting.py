@@ -9,12 +9,18 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attnlab.kernels.triton.coverage import FOR_MARK, IF_MARK, RAN_MARK
+from attnlab.kernels.triton.kernel_text import (
+    AND_CALL,
+    CHAIN_CALL,
+    CONTROL,
+    FOR_MARK,
+    IF_MARK,
+    OR_CALL,
+    RAN_MARK,
+)
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Refused
-from attnlab.kernels.triton.patches import AND_CALL, CHAIN_CALL, OR_CALL
 
-CONTROL = "__attnlab_lockstep__"  # the global name of the control module
 _COMBINED = {AND_CALL: "both", OR_CALL: "either", CHAIN_CALL: "chain"}
 _STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.If, ast.For, ast.While, ast.Return, ast.Pass,
