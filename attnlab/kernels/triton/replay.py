@@ -13,7 +13,7 @@ import torch
 
 from attnlab.kernels.triton.interpreter import prepared
 from attnlab.kernels.triton.kernel_text import called_functions
-from attnlab.kernels.triton.lockstep.edits import EditRun
+from attnlab.kernels.triton.lockstep.edits import EditRun, Writes
 from attnlab.kernels.triton.lockstep.launch import Together
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
@@ -234,7 +234,7 @@ class Replay:
         ``kernel``: the form of ``function`` with all of them, of
         :func:`attnlab.kernels.triton.lockstep.edits.compile_edits`. Edits that cannot run together are left
         out, and all of them if several launches of the units have the function. None stands for one that
-        raises something or changes nothing.
+        raises something or changes nothing. Edits that store the same have one output.
         """
         wanted = [
             sorted({log.program for unit in units for at, log in unit.programs if at == index})
@@ -256,20 +256,28 @@ class Replay:
         )
         with probing(Probe(together={function.fn: kernel})):
             ran = edited.run(edits)
+        outputs = dict[Any, torch.Tensor | None]()  # many edits store the same
         for number, writes in ran:
             if writes is None:
                 found[number] = None
                 continue
-            self._restore(units, at)
-            for addresses in writes.addresses():
-                self._note_stores(addresses)
-            writes.apply()
-            try:
-                self._run(units, {}, range(at + 1, len(self.launches)), _SLACK)
-            except (Exception, TooLong):  # for numbers that no right kernel stores
-                continue
-            found[number] = self.contents()
+            if (key := writes.key) not in outputs:
+                outputs[key] = self._output_after(units, at, writes)
+            if (output := outputs[key]) is not None:
+                found[number] = output
         return found
+
+    def _output_after(self, units: Sequence[Unit], at: int, writes: Writes) -> torch.Tensor | None:
+        """Return the output if a launch stores ``writes``; None if the launches after it raise something."""
+        self._restore(units, at)
+        for addresses in writes.addresses():
+            self._note_stores(addresses)
+        writes.apply()
+        try:
+            self._run(units, {}, range(at + 1, len(self.launches)), _SLACK)
+        except (Exception, TooLong):  # for numbers that no right kernel stores
+            return None
+        return self.contents()
 
     def contents(self) -> torch.Tensor:
         """Return a copy of the output as the last run left it, [rows, heads, head_size]."""

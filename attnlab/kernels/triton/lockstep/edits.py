@@ -16,10 +16,9 @@ import numpy as np
 from attnlab.kernels.triton.kernel_text import HEADS, Change, row_starts, statements
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
-from attnlab.kernels.triton.lockstep.launch import Extension, Form, most_elements
+from attnlab.kernels.triton.lockstep.launch import Form, extension_of, most_elements
 from attnlab.kernels.triton.lockstep.memory import Store, Tensors
 from attnlab.kernels.triton.lockstep.notes import Notes
-from attnlab.kernels.triton.lockstep.operations import Operations
 from attnlab.kernels.triton.lockstep.rewriting import CONTROL, compile_lockstep, loaded, stored
 from attnlab.kernels.triton.probe import LaunchLog
 from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
@@ -143,13 +142,11 @@ class Writes:
             size = one.bits.dtype.itemsize
             yield np.uint64(one.storage.own) + one.index.astype(np.uint64) * np.uint64(size)
 
-    def equals(self, other: "Writes") -> bool:
-        """Answer whether the same bits are stored in the same places."""
-        return len(self.stores) == len(other.stores) and all(
-            a.storage.own == b.storage.own
-            and np.array_equal(a.index, b.index)
-            and np.array_equal(a.bits, b.bits)
-            for a, b in zip(self.stores, other.stores, strict=True)
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return the places and the bits that are stored."""
+        return tuple(
+            (one.storage.own, one.index.tobytes(), one.bits.tobytes()) for one in self.stores
         )
 
     def apply(self) -> None:
@@ -199,7 +196,8 @@ class EditRun:
             if number not in raised and all(place in ended for place in span):
                 whole[number] = Writes([one for place in span for one in ended[place]])
         plain = whole.pop(_NO_EDIT, None)
-        same = {n for n, writes in whole.items() if plain is not None and writes.equals(plain)}
+        key = None if plain is None else plain.key
+        same = {number for number, writes in whole.items() if writes.key == key}
         return [
             *dict.fromkeys(raised | same).items(),
             *((n, w) for n, w in whole.items() if n not in same),
@@ -226,11 +224,12 @@ class EditRun:
         budget = self.budget()
         notes = Notes(budget=budget)
         tensors = Tensors(Memory(self.launch.arguments), notes)
-        extension = Extension(Operations(interpreter), tensors, interpreter)
-        batch = Batch(ids, places, interpreter, limit=most_elements(), edits=numbers, budget=budget)
+        batch = Batch(
+            ids, places, interpreter, tensors, limit=most_elements(), edits=numbers, budget=budget
+        )
         control.begin(batch)
         try:
-            with self.prepare(notes, extension), limited(budget):
+            with self.prepare(notes, extension_of(interpreter)), limited(budget):
                 kernel(**self.launch.converted)
             file = kernel.__code__.co_filename
             raised |= {n for n, error in batch.raised.items() if _is_of_kernel(error, file)}
