@@ -517,16 +517,18 @@ class Trials:
         end = time.process_time() + seconds
         forms = EditedForms(found)
         first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
+        least = math.inf  # cost of an edit that repairs everything
         for at, number in enumerate(numbers):
-            if self._is_enough(found[at][2]) or time.process_time() > end:
+            kernel, text, edit = found[at]
+            if edit.cost > least or time.process_time() > end:
                 return
             share, is_elsewhere = self._first_share(forms, at, first)
             if share == 1 or is_elsewhere:
                 share = max(self._full_share(forms, at), 0.5 * (share == 1))
-            kernel, text, edit = found[at]
             repair = Repair(kernel=kernel, text=text, edit=edit, share=share)
             holds = share < 1 or self.holds is None or self.holds(repair)
-            self._note(found[at], (share, holds))
+            if share == 1 and holds:
+                least = min(least, edit.cost)
             send((number, (share, holds)))
 
     def _edits(

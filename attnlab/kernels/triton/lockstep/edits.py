@@ -155,9 +155,6 @@ class Writes:
             one.storage.bytes.view(one.bits.dtype)[one.index] = one.bits
 
 
-Ended = tuple[int, Writes | None]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EditRun:
     """Programs of a launch that run with each of several edits.
@@ -171,10 +168,10 @@ class EditRun:
     prepare: Callable[[Any, Any], Any]
     budget: Callable[[], Budget]
 
-    def run(self, edits: Sequence[int]) -> list[Ended]:
+    def run(self, edits: Sequence[int]) -> dict[int, Writes | None]:
         """Return the edits that run together with their neighbours, each with what its programs store.
 
-        None stands for an edit that raises something, or stores what the unchanged programs store.
+        None stands for an edit that raises something.
 
         The tensors are not changed. What an edit does that is left out is not known.
         """
@@ -185,23 +182,16 @@ class EditRun:
         try:
             kernel = Form(self.launch.function).rewrite()
         except Refused:
-            return []
+            return {}
         while todo:
-            places = todo.pop()
-            if len(set(self._edits(edits, places).tolist())) > 1:
+            if len(places := todo.pop()):
                 self._step(kernel, edits, places, todo, ended, raised)
-        whole = dict[int, Writes]()
-        for i, number in enumerate(edits):
+        found: dict[int, Writes | None] = dict.fromkeys(raised)
+        for i, number in enumerate(edits[:-1]):
             span = range(i * count, (i + 1) * count)
             if number not in raised and all(place in ended for place in span):
-                whole[number] = Writes([one for place in span for one in ended[place]])
-        plain = whole.pop(_NO_EDIT, None)
-        key = None if plain is None else plain.key
-        same = {number for number, writes in whole.items() if writes.key == key}
-        return [
-            *dict.fromkeys(raised | same).items(),
-            *((n, w) for n, w in whole.items() if n not in same),
-        ]
+                found[number] = Writes([one for place in span for one in ended[place]])
+        return found
 
     def _edits(self, edits: Sequence[int], places: Any) -> Any:
         return np.array(edits, dtype=np.int64)[places // len(self.programs)]
@@ -247,7 +237,7 @@ class EditRun:
         except Exception:  # of one of them, or of lockstep
             kinds = np.unique(numbers)
             is_first = numbers < kinds[len(kinds) // 2]
-            todo += [places[is_first], places[~is_first]]
+            todo += [places[is_first], places[~is_first]] if len(kinds) > 1 else []
         finally:
             control.begin(None)
 
