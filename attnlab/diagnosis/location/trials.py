@@ -15,7 +15,6 @@ from attnlab.case.case import Case
 from attnlab.kernels.child_process import can_copy, run_in_copies
 from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.kernel_text import (
-    KernelTree,
     branch_lines,
     called_functions,
     compile_text,
@@ -38,7 +37,6 @@ from attnlab.tensors.quantised import OUTPUT_SCALE
 
 _TOGETHER = 192  # edits that are compiled together
 _ALONE = "alone"
-_OBSERVED_SLACK = 2  # of a run that computes a statement and its edits, for each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,25 +97,18 @@ def _shares(found: Sequence[Found], count: int) -> list[list[int]]:
 
 
 class EditedForms:
-    """Compiles edited kernels, those of one statement and cost together."""
+    """Compiles edited kernels, many edits of a function together."""
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._found = found
-        self._trees: dict[tuple[int, str], KernelTree] = {}
-        self._groups: dict[tuple[int, str, int, int], list[int]] = {}
-        for number, (kernel, text, edit) in enumerate(found):
-            key = (id(kernel), text, edit.statement, edit.cost)
-            self._groups.setdefault(key, []).append(number)
-        self._done: dict[int, Any] = {}
-        self._effective: dict[int, bool] = {}
         self._outputs: dict[int, torch.Tensor | str | None] = {}
         self.shares: dict[int, tuple[float, bool]] = {}  # as of Trials, by the id of an output
 
     def output(
         self, number: int, replay: Replay, units: Sequence[Unit]
     ) -> torch.Tensor | str | None:
-        """Return the output of some units with an edit, None if it raises something or changes nothing, or
-        _ALONE if it did not run in lockstep with others.
+        """Return the output of some units with an edit, None if it raises something, or _ALONE if it did not
+        run in lockstep.
 
         The next edits of the same function run with it.
         """
@@ -160,96 +151,17 @@ class EditedForms:
         except Exception:  # as in :meth:`compiled`
             return None
 
-    def has_effect(self, number: int, replay: Replay, units: Sequence[Unit]) -> bool:
-        """Answer whether an edit changes a value in some units; True if that was not observed.
-
-        One run observes all edits of a statement. An edit with the same value each time changes nothing, and
-        one that raises before another value has no result.
-        """
-        if number not in self._effective:
-            kernel, text, edit = self._found[number]
-            group = self._group(number)
-            observer = _Observer(len(group))
-            changes = [self._found[one][2].change for one in group]
-            form = self._tree(kernel, text).observed(edit.statement, changes, observer)
-            try:
-                if form is None:
-                    raise ValueError("a statement without a value")
-                replay.run(units, {kernel.function.fn: form}, _OBSERVED_SLACK * (1 + len(group)))
-            except (Exception, TooLong):
-                self._effective |= dict.fromkeys(group, True)
-            else:
-                self._effective |= {one: at in observer.differ for at, one in enumerate(group)}
-        return self._effective[number]
-
     def function(self, number: int) -> Any:
         """Return the function that an edit changes."""
         return self._found[number][0].function
 
-    def _group(self, number: int) -> list[int]:
-        kernel, text, edit = self._found[number]
-        return self._groups[id(kernel), text, edit.statement, edit.cost]
-
-    def _tree(self, kernel: KernelText, text: str) -> KernelTree:
-        key = (id(kernel), text)
-        if key not in self._trees:
-            self._trees[key] = KernelTree(kernel.function, text)
-        return self._trees[key]
-
     def compiled(self, number: int) -> Any:
         """Return the interpreted form with an edit, or None if Python or the interpreter rejects its text."""
         kernel, text, edit = self._found[number]
-        if number not in self._done:
-            group = self._group(number)
-            changes = [self._found[one][2].change for one in group]
-            forms = self._tree(kernel, text).variants(edit.statement, changes)
-            self._done |= dict(zip(group, forms, strict=True))
-        if self._done[number] is None:
-            try:
-                return compile_text(kernel.function, edit.apply(text))
-            except (
-                Exception
-            ):  # an edited text may be no Python, or none that the interpreter accepts
-                return None
-        return self._done[number]
-
-
-class _Observer:
-    """Compares the value of a statement with those of its edits, each time the statement runs.
-
-    ``differ``: the edits that had another value.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._same = set(range(count))
-        self.differ: set[int] = set()
-
-    def __call__(self, value: Callable[[], Any], *others: Callable[[], Any]) -> Any:
-        own = value()
-        for at in list(self._same):
-            try:
-                is_same = _same_value(own, others[at]())
-            except Exception:
-                self._same.discard(at)
-                continue
-            if not is_same:
-                self._same.discard(at)
-                self.differ.add(at)
-        return own
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    """Answer whether two values of a kernel have the same type and the same bits; NaN equals NaN."""
-    if type(one) is not type(other):
-        return False
-    if not hasattr(one, "handle"):
-        return bool(one == other)
-    a, b = one.handle.data, other.handle.data
-    return (
-        one.type.name == other.type.name
-        and a.shape == b.shape
-        and bool(((a == b) | ((a != a) & (b != b))).all())
-    )
+        try:
+            return compile_text(kernel.function, edit.apply(text))
+        except Exception:  # an edited text may be no Python, or none that the interpreter accepts
+            return None
 
 
 # TrialTarget: the tensor that trial edits must make right: the output, padded rows, or the log-sum-exp.
@@ -568,8 +480,6 @@ class Trials:
             if id(output) not in forms.shares:  # several edits may have one output
                 forms.shares[id(output)] = self._share(units, output)
             return forms.shares[id(output)]
-        if first and not forms.has_effect(number, self.replay, first):
-            return 0.0, False
         compiled = forms.compiled(number)
         if compiled is None:
             return 0.0, False

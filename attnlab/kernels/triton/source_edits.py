@@ -320,12 +320,6 @@ class Edit:
         )
 
     @property
-    def change(self) -> Change:
-        """Return the bytes that the edit replaces, as begin and end, and the new text; of an edit of several
-        places, none."""
-        return (0, 0, "") if self.more else (self.start, self.end, self.after)
-
-    @property
     def changes(self) -> list[Change]:
         """Return the bytes that the edit replaces in each place, and the new text."""
         return [(*span, self.after) for span in ((self.start, self.end), *self.more)]
