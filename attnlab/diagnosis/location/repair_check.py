@@ -363,16 +363,20 @@ def _repaired_cases(
 ) -> int:
     """Return how many further cases an edit repairs; 0 if one refutes it, or if the time is over."""
 
-    def ask(proof: "_Proof") -> bool:
-        return proof.refutes(repair) or proof.is_decisive(repair)
-
     cases = sum(proof.is_decisive(repair) for proof in proofs[1:])
-    for proof in _asked(varied if cases else (), ask):
+    for proof in _asked(
+        varied if cases else (), lambda one: one.refutes(repair) or one.is_about_numbers
+    ):
         if time.process_time() > end or proof.refutes(repair):
             return 0
         cases += proof.is_repaired(repair)
-    shown = [one for one in (*proofs, *varied) if cases and one.is_decisive(repair)]
-    for proof in _asked(islice(_more(shown, more), _MOST_MORE if cases < _FEWEST else 0), ask):
+    if not cases or cases >= _FEWEST:
+        return cases
+    shown = [one for one in (*proofs, *varied) if one.is_decisive(repair)]
+    for proof in _asked(
+        islice(_more(shown, more), _MOST_MORE),
+        lambda one: one.refutes(repair) or one.is_decisive(repair),
+    ):
         if time.process_time() > end or proof.refutes(repair):
             return 0
         cases += proof.is_decisive(repair)
