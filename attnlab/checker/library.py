@@ -84,7 +84,7 @@ def check_library(
         engine = engine or stack.enter_context(InProcess())
         run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
         run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
-        shrinking = plan.shrink_tasks(tasks, run.outcomes, shard)
+        shrinking = scheduled(plan.shrink_tasks(tasks, run.outcomes, shard), is_limited=False)
         run.run(shrinking, watching("shrinking", shrinking, on_progress))
     report = build_report(
         header,

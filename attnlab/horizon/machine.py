@@ -271,6 +271,8 @@ class _BlockPointer:
 class _Watch:
     """Patches of the language: the memory, exact integers, loops and block pointers."""
 
+    name = ""
+
     def __init__(self, interpreter: Any, files: frozenset[str]) -> None:
         self._i, self._files, self.seen = interpreter, files, Observation()
         self._tensors: list[Tensor] = []

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 # A forked child could not use a GPU that its parent uses, nor torch's threads.
@@ -64,11 +65,13 @@ def run_in_child(job: bytes, sender: Any) -> None:
     function(sender, *arguments)
 
 
-def run_in_copy(
-    function: Callable[[Callable[[Any], None]], None],
-    receive: Callable[[Any], None],
-    limit_s: float,
-) -> str:
+Sender = Callable[[Any], object]
+Function = Callable[
+    [Sender], None
+]  # gets a function that sends things to the process that waits for it
+
+
+def run_in_copy(function: Function, receive: Sender, limit_s: float) -> str:
     """Run a function in a copy of this process, so that a crash of it does not end this one.
 
     The function gets a function that sends things to ``receive``; what it sent before a crash is received.
@@ -77,9 +80,42 @@ def run_in_copy(
 
     Without fork, or with a GPU in use, the function runs in this process.
     """
+    return run_in_copies([function], receive, limit_s)[0]
+
+
+def run_in_copies(functions: Sequence[Function], receive: Sender, limit_s: float) -> list[str]:
+    """Run functions at the same time, each in a copy of this process as :func:`run_in_copy` does.
+
+    If ``receive`` returns True, it needs nothing else: all copies end.
+    """
     if not can_copy():
-        function(receive)
-        return ""
+        for function in functions:
+            function(receive)
+        return [""] * len(functions)
+    copies = [_started(function, limit_s) for function in functions]
+    left: dict[Any, int] = {reader: at for at, (reader, _) in enumerate(copies)}
+    errors, returned = list[Exception](), set[int]()
+    try:
+        while left:
+            for reader in connection.wait([*left]):
+                is_end, thing = _received(reader)
+                if is_end:
+                    at = left.pop(reader)
+                    returned |= set() if thing is EOFError else {at}
+                    errors += [thing] if isinstance(thing, Exception) else []
+                elif receive(thing) is True:
+                    return [""] * len(functions)
+    finally:
+        for at in left.values():  # nothing else is needed, or Ctrl-C
+            os.kill(copies[at][1], signal.SIGKILL)
+        ended = [_ended(*copy) for copy in copies]
+    for error in errors:
+        raise error
+    return ["" if at in returned else how for at, how in enumerate(ended)]
+
+
+def _started(function: Function, limit_s: float) -> tuple[connection.Connection, int]:
+    """Start a copy of this process that runs a function; return what it sends to, and its process id."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -89,24 +125,27 @@ def run_in_copy(
         end_with_parent(parent)
         _serve(function, writer, limit_s)
     writer.close()
+    return reader, child
+
+
+def _received(reader: Any) -> tuple[bool, Any]:
+    """Return whether a copy has ended, and what it sent: the exception that its function raised, or None;
+    EOFError, the class, if it did not return."""
     try:
-        ended, error = _receive_all(reader, receive)
-    except BaseException:  # Ctrl-C
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        reader.close()
-        _, status = os.waitpid(child, 0)
-    if error is not None:
-        raise error
-    if ended:
-        return ""
+        found: tuple[bool, Any] = reader.recv()
+    except (EOFError, OSError):
+        return True, EOFError
+    return found
+
+
+def _ended(reader: Any, child: int) -> str:
+    """Wait for a copy; return how it ended, if it did not return."""
+    reader.close()
+    _, status = os.waitpid(child, 0)
     return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "exit"
 
 
-def _serve(
-    function: Callable[[Callable[[Any], None]], None], writer: Any, limit_s: float
-) -> NoReturn:
+def _serve(function: Function, writer: Any, limit_s: float) -> NoReturn:
     """Run the function in the child, which uses one thread: the parent's other threads do not exist in it."""
     import resource
 
@@ -178,18 +217,6 @@ def fork(function: Callable[[], Any]) -> Forked:
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(pickle.dumps((found, problem)))
     os._exit(0)
-
-
-def _receive_all(reader: Any, receive: Callable[[Any], None]) -> tuple[bool, Exception | None]:
-    """Receive what a child sends; return whether its function ended, and the exception that it raised."""
-    while True:
-        try:
-            is_end, thing = reader.recv()
-        except (EOFError, OSError):
-            return False, None
-        if is_end:
-            return True, thing
-        receive(thing)
 
 
 def restorable(error: BaseException) -> Exception:

@@ -86,6 +86,30 @@ def test_what_a_copy_sends_survives_its_crash() -> None:
     assert found == [1, "before"]
 
 
+def test_copies_run_at_the_same_time_until_nothing_else_is_needed() -> None:
+    found: list[object] = []
+
+    def crash(send: Callable[[object], None]) -> None:
+        send("crash")
+        ctypes.string_at(1)
+
+    def loop(send: Callable[[object], None]) -> None:
+        time.sleep(0.5)
+        send("loop")
+        while True:
+            pass
+
+    def receive(thing: object) -> bool:
+        found.append(thing)
+        return len(found) == 3
+
+    ended = child_process.run_in_copies([lambda send: send("end"), crash], found.append, 10.0)
+    assert (ended, sorted(map(str, found))) == (["", "SIGSEGV"], ["crash", "end"])
+    assert child_process.run_in_copies([loop, crash], receive, 10.0) == ["", ""]
+    assert found[2] == "crash"
+    assert child_process.run_in_copies([], receive, 10.0) == []
+
+
 def test_without_copies_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without fork, or with a GPU in use."""
     monkeypatch.setattr(child_process, "can_copy", lambda: False)

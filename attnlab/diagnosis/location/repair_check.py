@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, islice, zip_longest
 from typing import Any
 
@@ -21,8 +22,9 @@ from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.trials import Repair
 from attnlab.diagnosis.reruns import further_cases, nearby_cases
-from attnlab.kernels.child_process import run_in_copy
+from attnlab.kernels.child_process import can_copy, fork, run_in_copy
 from attnlab.kernels.control import rows_equal, uncontrolled
+from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.lockstep.control import live
 from attnlab.kernels.triton.probe import Probe, probing
@@ -35,6 +37,7 @@ _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
 _FEWEST = (
     10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
 )
+_PROOFS_OF_CORE = 2  # that a core runs at a time
 _MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few
 _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
 # (query_len, ctx_len). In the third, rows from 36 on have a window of 5 that begins after a tile of 16 or 32,
@@ -215,7 +218,7 @@ def _searched(
     """Return the best claim, and the index of the edit that ended the copy of this process, or None."""
     found, at = list[RepairClaim](), 0
 
-    def search(send: Callable[[Any], None]) -> None:
+    def search(send: Callable[[Any], object]) -> None:
         for number, claim in _claims(lab, case, repairs):
             others = () if claim is None else [repairs.index(one) for one in claim.others]
             send((number, claim and {name: getattr(claim, name) for name in _SENT}, others))
@@ -286,8 +289,34 @@ def _more(shown: Sequence["_Proof"], known: dict[Case, "_Proof"]) -> Iterator["_
 def _holds(proofs: Sequence["_Proof"], repair: Repair, end: float) -> bool:
     """Answer whether an edit repairs the first case, and each further one or nothing in it, in time."""
     return proofs[0].accepts(repair) and all(
-        time.process_time() <= end and proof.allows(repair) for proof in proofs[1:]
+        time.process_time() <= end and proof.allows(repair)
+        for proof in _asked(proofs[1:], lambda one: one.allows(repair) and one.is_decisive(repair))
     )
+
+
+def _asked(proofs: Iterable["_Proof"], ask: Callable[["_Proof"], object]) -> Iterator["_Proof"]:
+    """Yield proofs after the runs that ``ask`` needs, for which some proofs at a time use all cores."""
+    left, count = iter(proofs), cores() if can_copy() else 1
+    while some := list(islice(left, _PROOFS_OF_CORE * count)):
+        shares = [some[i::count] for i in range(count)] if count > 1 else []
+        copies = [fork(partial(_runs_after, share, ask)) for share in shares[1:]]
+        for proof in shares[0] if shares else ():
+            ask(proof)
+        for share, copy in zip(shares[1:], copies, strict=True):
+            found, _ = copy.result()  # None after a crash: the runs are made here again
+            for proof, (runs, conditions) in zip(share, found or (), strict=False):
+                proof.runs |= runs
+                proof.conditions |= conditions
+        yield from some
+
+
+def _runs_after(
+    proofs: Sequence["_Proof"], ask: Callable[["_Proof"], object]
+) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Return the runs and conditions of proofs, with those that ``ask`` needs."""
+    for proof in proofs:
+        ask(proof)
+    return [(proof.runs, proof.conditions) for proof in proofs]
 
 
 def _claim_of(
@@ -304,21 +333,10 @@ def _claim_of(
     """
     if not _holds(proofs, repair, end):
         return None
-    cases = sum(proof.is_decisive(repair) for proof in proofs[1:])
     leaks = any(proof.leaks(repair) for proof in proofs)
-    if not cases or (leaks and not proofs[0].is_about_numbers):
+    if leaks and not proofs[0].is_about_numbers:
         return None
-    for proof in varied:
-        if time.process_time() > end or proof.refutes(repair):
-            return None
-        cases += proof.is_repaired(repair)
-    shown = [one for one in (*proofs, *varied) if one.is_decisive(repair)]
-    for proof in islice(_more(shown, more), _MOST_MORE):
-        if cases >= _FEWEST:
-            break
-        if time.process_time() > end or proof.refutes(repair):
-            return None
-        cases += proof.is_decisive(repair)
+    cases = _repaired_cases(proofs, varied, more, repair, end)
     if cases < _FEWEST:
         return None
     untouched = sum(proof.is_untouched(repair) for proof in proofs)
@@ -333,6 +351,37 @@ def _claim_of(
         is_stated=not is_constant,
         untouched=untouched,
     )
+
+
+def _repaired_cases(
+    proofs: Sequence["_Proof"],
+    varied: Sequence["_Proof"],
+    more: dict[Case, "_Proof"],
+    repair: Repair,
+    end: float,
+) -> int:
+    """Return how many further cases an edit repairs; 0 if one refutes it, or if the time is over."""
+
+    cases = sum(proof.is_decisive(repair) for proof in proofs[1:])
+    for proof in _asked(
+        varied if cases else (), lambda one: one.refutes(repair) or one.is_about_numbers
+    ):
+        if time.process_time() > end or proof.refutes(repair):
+            return 0
+        cases += proof.is_repaired(repair)
+    if not cases or cases >= _FEWEST:
+        return cases
+    shown = [one for one in (*proofs, *varied) if one.is_decisive(repair)]
+    for proof in _asked(
+        islice(_more(shown, more), _MOST_MORE),
+        lambda one: one.refutes(repair) or one.is_decisive(repair),
+    ):
+        if time.process_time() > end or proof.refutes(repair):
+            return 0
+        cases += proof.is_decisive(repair)
+        if cases >= _FEWEST:
+            break
+    return cases
 
 
 def _neighbours(repair: Repair) -> Iterator[Repair]:
@@ -492,7 +541,7 @@ class _Proof:
         if self._arguments is None:
             self._arguments = []
             with suppress(AttnLabError), uncontrolled(), recording_launches() as launches:
-                self.lab.run(with_contents(self.case, "garbage"))
+                self.lab.output(with_contents(self.case, "garbage"))
             self._arguments = [launch.values for launch in launches]
         return self._arguments
 

@@ -5,16 +5,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.kernels.child_process import run_in_copy
+from attnlab.kernels.child_process import can_copy, run_in_copies
+from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.kernel_text import (
-    KernelTree,
     branch_lines,
     called_functions,
     compile_text,
@@ -37,7 +37,6 @@ from attnlab.tensors.quantised import OUTPUT_SCALE
 
 _TOGETHER = 192  # edits that are compiled together
 _ALONE = "alone"
-_OBSERVED_SLACK = 2  # of a run that computes a statement and its edits, for each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,27 +80,35 @@ def kernel_text(function: Any, wrong: Collection[Line], ran: Collection[Line]) -
 
 
 Found = tuple[KernelText, str, Edit]
+Outcome = tuple[float, bool]  # the share of the wrong elements that are right, and whether it holds
+
+
+def _shares(found: Sequence[Found], count: int) -> list[list[int]]:
+    """Divide the numbers of edits among ``count`` processes; those that run together stay together."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    in_turn, numbers, own = cycle(shares), Counter[Any](), dict[Any, list[int]]()
+    for number, (kernel, text, _) in enumerate(found):
+        key = (id(kernel), text)
+        if not numbers[key] % _TOGETHER:
+            own[key] = next(in_turn)
+        numbers[key] += 1
+        own[key].append(number)
+    return [share for share in shares if share]
 
 
 class EditedForms:
-    """Compiles edited kernels, those of one statement and cost together."""
+    """Compiles edited kernels, many edits of a function together."""
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._found = found
-        self._trees: dict[tuple[int, str], KernelTree] = {}
-        self._groups: dict[tuple[int, str, int, int], list[int]] = {}
-        for number, (kernel, text, edit) in enumerate(found):
-            key = (id(kernel), text, edit.statement, edit.cost)
-            self._groups.setdefault(key, []).append(number)
-        self._done: dict[int, Any] = {}
-        self._effective: dict[int, bool] = {}
         self._outputs: dict[int, torch.Tensor | str | None] = {}
+        self.shares: dict[int, tuple[float, bool]] = {}  # as of Trials, by the id of an output
 
     def output(
         self, number: int, replay: Replay, units: Sequence[Unit]
     ) -> torch.Tensor | str | None:
-        """Return the output of some units with an edit, None if it raises something or changes nothing, or
-        _ALONE if it did not run in lockstep with others.
+        """Return the output of some units with an edit, None if it raises something, or _ALONE if it did not
+        run in lockstep.
 
         The next edits of the same function run with it.
         """
@@ -144,96 +151,17 @@ class EditedForms:
         except Exception:  # as in :meth:`compiled`
             return None
 
-    def has_effect(self, number: int, replay: Replay, units: Sequence[Unit]) -> bool:
-        """Answer whether an edit changes a value in some units; True if that was not observed.
-
-        One run observes all edits of a statement. An edit with the same value each time changes nothing, and
-        one that raises before another value has no result.
-        """
-        if number not in self._effective:
-            kernel, text, edit = self._found[number]
-            group = self._group(number)
-            observer = _Observer(len(group))
-            changes = [self._found[one][2].change for one in group]
-            form = self._tree(kernel, text).observed(edit.statement, changes, observer)
-            try:
-                if form is None:
-                    raise ValueError("a statement without a value")
-                replay.run(units, {kernel.function.fn: form}, _OBSERVED_SLACK * (1 + len(group)))
-            except (Exception, TooLong):
-                self._effective |= dict.fromkeys(group, True)
-            else:
-                self._effective |= {one: at in observer.differ for at, one in enumerate(group)}
-        return self._effective[number]
-
     def function(self, number: int) -> Any:
         """Return the function that an edit changes."""
         return self._found[number][0].function
 
-    def _group(self, number: int) -> list[int]:
-        kernel, text, edit = self._found[number]
-        return self._groups[id(kernel), text, edit.statement, edit.cost]
-
-    def _tree(self, kernel: KernelText, text: str) -> KernelTree:
-        key = (id(kernel), text)
-        if key not in self._trees:
-            self._trees[key] = KernelTree(kernel.function, text)
-        return self._trees[key]
-
     def compiled(self, number: int) -> Any:
         """Return the interpreted form with an edit, or None if Python or the interpreter rejects its text."""
         kernel, text, edit = self._found[number]
-        if number not in self._done:
-            group = self._group(number)
-            changes = [self._found[one][2].change for one in group]
-            forms = self._tree(kernel, text).variants(edit.statement, changes)
-            self._done |= dict(zip(group, forms, strict=True))
-        if self._done[number] is None:
-            try:
-                return compile_text(kernel.function, edit.apply(text))
-            except (
-                Exception
-            ):  # an edited text may be no Python, or none that the interpreter accepts
-                return None
-        return self._done[number]
-
-
-class _Observer:
-    """Compares the value of a statement with those of its edits, each time the statement runs.
-
-    ``differ``: the edits that had another value.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._same = set(range(count))
-        self.differ: set[int] = set()
-
-    def __call__(self, value: Callable[[], Any], *others: Callable[[], Any]) -> Any:
-        own = value()
-        for at in list(self._same):
-            try:
-                is_same = _same_value(own, others[at]())
-            except Exception:
-                self._same.discard(at)
-                continue
-            if not is_same:
-                self._same.discard(at)
-                self.differ.add(at)
-        return own
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    """Answer whether two values of a kernel have the same type and the same bits; NaN equals NaN."""
-    if type(one) is not type(other):
-        return False
-    if not hasattr(one, "handle"):
-        return bool(one == other)
-    a, b = one.handle.data, other.handle.data
-    return (
-        one.type.name == other.type.name
-        and a.shape == b.shape
-        and bool(((a == b) | ((a != a) & (b != b))).all())
-    )
+        try:
+            return compile_text(kernel.function, edit.apply(text))
+        except Exception:  # an edited text may be no Python, or none that the interpreter accepts
+            return None
 
 
 # TrialTarget: the tensor that trial edits must make right: the output, padded rows, or the log-sum-exp.
@@ -345,7 +273,6 @@ _MOST_IDLE = (
     4  # programs that store nothing, of those that run if no program stores a wrong element
 )
 _GRACE_S = 15.0  # that trials may take longer than their limit: one run, and one of a second case
-_OFTEN = 50  # trials between two messages about their number
 _STEP = 0.003  # by which an edit of a statement comes after that before it, in units of the cost
 
 
@@ -453,56 +380,73 @@ class Trials:
         ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
         If edits of one cost repair everything, more costly ones are not tried.
 
-        The trials run in a copy of this process: a crash, or a loop that nothing else stops, ends the trials
-        only. What was found before is kept.
+        The trials run in copies of this process, one for each core: a crash, or a loop that nothing else
+        stops, ends the trials of its copy only. What was found before is kept.
         """
-        repairs = list(self.repairs)
+        found = list(islice(self._edits(suspicion, lines), limit.edits))
+        outcomes, is_done = dict[int, Outcome](), False
 
-        def receive(thing: Any) -> None:
-            if isinstance(thing, int):
-                self.tried = thing
-            else:
-                at, fields = thing
-                repairs.append(Repair(kernel=self.kernels[at], **fields))
+        def receive(thing: tuple[int, Outcome]) -> bool:
+            nonlocal is_done
+            outcomes[thing[0]] = thing[1]
+            while self.tried in outcomes and not is_done:  # in order, whichever copy is faster
+                self._note(found[self.tried], outcomes.pop(self.tried))
+                is_done = self.tried < len(found) and self._is_enough(found[self.tried][2])
+            return is_done
 
-        def try_all(send: Callable[[Any], None]) -> None:
-            self._run(suspicion, lines, limit, send)
-            send(self.tried)
+        shares = _shares(found, cores() if can_copy() else 1)
+        parts = [[found[number] for number in share] for share in shares]
+        each_s = limit.seconds / max(1, len(parts))
+        ended = run_in_copies(
+            [
+                lambda send, share=share, part=part: self._run(part, share, each_s, send)  # type: ignore[misc]
+                for share, part in zip(shares, parts, strict=True)
+            ],
+            receive,
+            each_s + _GRACE_S,
+        )
+        self.ended = next(filter(None, ended), "")
+        for number in () if is_done else sorted(outcomes):  # after one that there was no time for
+            self._note(found[number], outcomes[number])
 
-        self.ended = run_in_copy(try_all, receive, limit.seconds + _GRACE_S)
-        self.repairs = repairs
+    def _note(self, found: Found, outcome: Outcome) -> None:
+        """Count an edit, and add it to the repairs if it is one."""
+        self.tried += 1
+        share, holds = outcome
+        if share > 0:
+            kernel, text, edit = found
+            self.repairs.append(
+                Repair(kernel=kernel, text=text, edit=edit, share=share, holds=holds)
+            )
+
+    def _is_enough(self, edit: Edit) -> bool:
+        """Answer whether a cheaper edit than the next one repairs everything."""
+        return any(one.is_full and one.edit.cost < edit.cost for one in self.repairs)
 
     def _run(
         self,
-        suspicion: Callable[[Line], float],
-        lines: Collection[Line],
-        limit: Limit,
-        send: Callable[[Any], None],
+        found: Sequence[Found],
+        numbers: Sequence[int],
+        seconds: float,
+        send: Callable[[tuple[int, Outcome]], object],
     ) -> None:
-        """Try edits as :meth:`run` says.
-
-        Sends the number of edits and, of each repair, the index of its kernel and the other fields.
-        """
-        end = time.process_time() + limit.seconds
-        forms = EditedForms(found := list(self._edits(suspicion, lines)))
+        """Try edits as :meth:`run` says; send the number of each with its outcome."""
+        end = time.process_time() + seconds
+        forms = EditedForms(found)
         first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
-        for number, (kernel, text, edit) in enumerate(found):
-            is_done = any(one.is_full and one.edit.cost < edit.cost for one in self.repairs)
-            if is_done or time.process_time() > end or self.tried >= limit.edits:
+        least = math.inf  # cost of an edit that repairs everything
+        for at, number in enumerate(numbers):
+            kernel, text, edit = found[at]
+            if edit.cost > least or time.process_time() > end:
                 return
-            self.tried += 1
-            if self.tried % _OFTEN == 1:
-                send(self.tried)
-            share, is_elsewhere = self._first_share(forms, number, first)
+            share, is_elsewhere = self._first_share(forms, at, first)
             if share == 1 or is_elsewhere:
-                share = max(self._full_share(forms, number), 0.5 * (share == 1))
-            if share > 0:
-                fields: dict[str, Any] = {"text": text, "edit": edit, "share": share}
-                repair = Repair(kernel=kernel, **fields)
-                if share == 1 and self.holds is not None and not self.holds(repair):
-                    repair = replace(repair, holds=False)
-                self.repairs.append(repair)
-                send((self.kernels.index(kernel), {**fields, "holds": repair.holds}))
+                share = max(self._full_share(forms, at), 0.5 * (share == 1))
+            repair = Repair(kernel=kernel, text=text, edit=edit, share=share)
+            holds = share < 1 or self.holds is None or self.holds(repair)
+            if share == 1 and holds:
+                least = min(least, edit.cost)
+            send((number, (share, holds)))
 
     def _edits(
         self, suspicion: Callable[[Line], float], lines: Collection[Line]
@@ -538,9 +482,9 @@ class Trials:
         if output is None:
             return 0.0, False
         if isinstance(output, torch.Tensor):
-            return self._share(units, output)
-        if first and not forms.has_effect(number, self.replay, first):
-            return 0.0, False
+            if id(output) not in forms.shares:  # several edits may have one output
+                forms.shares[id(output)] = self._share(units, output)
+            return forms.shares[id(output)]
         compiled = forms.compiled(number)
         if compiled is None:
             return 0.0, False

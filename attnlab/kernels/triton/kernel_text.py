@@ -4,28 +4,28 @@ Lines of a text count from 1. The interpreted form of a function can be compiled
 """
 
 import ast
-import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import FunctionType
 from typing import Any
 
-_VARIANT = "_attnlab_variant"  # parameter of a compiled function
 HEADS = ("value", "test", "iter")  # expressions of a statement that can be changed
-_MOST_BRANCHES = 40  # variants of a function; more are more functions
 
-# The global names that rewritten kernels use, of every rewriter. Two that are equal cannot be imported.
-(
-    RAN_MARK, IF_MARK, FOR_MARK, AND_CALL, OR_CALL, CHAIN_CALL, FOR_CALL, WHILE_CALL, CONTROL, LOOP_MAKER,
-    WHILE_MAKER,
-) = dict.fromkeys(
-    f"__attnlab_{one}__"
-    for one in ["ran", "if", "for", "and", "or", "chain", "each", "test", "lockstep", "loop", "while"]
-)  # fmt: skip
+# The global names that rewritten kernels use, of every rewriter: all are different.
+RAN_MARK = "__attnlab_ran__"
+IF_MARK = "__attnlab_if__"
+FOR_MARK = "__attnlab_for__"
+AND_CALL = "__attnlab_and__"
+OR_CALL = "__attnlab_or__"
+CHAIN_CALL = "__attnlab_chain__"
+FOR_CALL = "__attnlab_each__"
+WHILE_CALL = "__attnlab_test__"
+CONTROL = "__attnlab_lockstep__"
+LOOP_MAKER = "__attnlab_loop__"
+WHILE_MAKER = "__attnlab_while__"
 
-Observer = Callable[..., Any]
 Change = tuple[int, int, str]  # first byte, the byte after the last, and the new text
 
 
@@ -87,153 +87,10 @@ def compile_tree(function: Any, tree: ast.Module) -> Any:
     return rewriter._compile_and_exec(tree)
 
 
-class KernelTree:
-    """The syntax tree of a kernel's text as the interpreter runs it, to compile with one statement changed.
-
-    All variants of a statement are compiled at once, as branches of one expression; a parameter of the
-    function selects one. This takes a small part of the time of one compilation per variant.
-    """
-
-    def __init__(self, function: Any, text: str) -> None:
-        self._function, self._text = function, text
-        self._rows = row_starts(text)
-        self._plain = list(statements(function_of(text).body))
-        tree = ast.parse(text)
-        self._tree = function.rewriter.ast_transformer.visit(tree)
-        arguments = self._tree.body[0].args
-        arguments.kwonlyargs.append(ast.arg(arg=_VARIANT))
-        arguments.kw_defaults.append(ast.Constant(value=0))
-        self._places = list(_places(self._tree.body[0].body))
-        ast.fix_missing_locations(self._tree)
-        ast.increment_lineno(self._tree, function.rewriter.def_file_lineno - 1)
-
-    def variants(self, line: int, changes: Sequence[Change]) -> list[Any]:
-        """Return the interpreted form with each of some changes of the statement at a line of the text.
-
-        A change of what is no single expression of the statement, or a text that is no Python, gives None.
-        """
-        at = next(i for i, one in enumerate(self._plain) if one.lineno == line)
-        heads = {
-            name: root
-            for name in HEADS
-            if isinstance(root := getattr(self._plain[at], name, None), ast.expr)
-        }
-        found: list[Any] = [None] * len(changes)
-        for name, root in heads.items():
-            begin, end = self._range(root)
-            chosen = [
-                (number, parsed)
-                for number, change in enumerate(changes)
-                if begin <= change[0] <= change[1] <= end
-                and (parsed := self._parsed(begin, end, change)) is not None
-            ]
-            for first in range(0, len(chosen), _MOST_BRANCHES):
-                self._compile(at, name, root, chosen[first : first + _MOST_BRANCHES], found)
-        return found
-
-    def _range(self, node: ast.expr) -> tuple[int, int]:
-        """Return the first byte of an expression in the text and that after it."""
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        begin, end = self._rows[node.lineno - 1], self._rows[node.end_lineno - 1]
-        return begin + node.col_offset, end + node.end_col_offset
-
-    def _parsed(self, begin: int, end: int, change: Change) -> ast.expr | None:
-        data, (start, stop, after) = self._text.encode(), change
-        whole = data[begin:start] + after.encode() + data[stop:end]
-        try:
-            return ast.parse(b"(" + whole + b")", mode="eval").body
-        except SyntaxError:
-            return None
-
-    def _compile(
-        self,
-        at: int,
-        name: str,
-        root: ast.expr,
-        chosen: Sequence[tuple[int, ast.expr]],
-        found: list[Any],
-    ) -> None:
-        """Compile some variants of an expression together, and put the function of each into ``found``."""
-        branches = copy.deepcopy(root)
-        for number, parsed in reversed(chosen):
-            test = ast.Compare(
-                left=ast.Name(id=_VARIANT, ctx=ast.Load()),
-                ops=[ast.Eq()],
-                comparators=[ast.Constant(value=number)],
-            )
-            branches = ast.IfExp(test=test, body=parsed, orelse=branches)
-        compiled = self._with_head(at, name, branches)
-        for number, _ in chosen if compiled is not None else ():
-            found[number] = _selected(compiled, number)
-
-    def observed(self, line: int, changes: Sequence[Change], observer: Observer) -> Any:
-        """Return the interpreted form that calls an observer for the value that a statement assigns or tests.
-
-        The observer gets a function that computes the value, and one for each change; it returns the value.
-        Returns None for a statement without such a value.
-        """
-        at = next(i for i, one in enumerate(self._plain) if one.lineno == line)
-        one = self._plain[at]
-        name = "test" if isinstance(one, ast.If | ast.While) else "value"
-        root = getattr(one, name, None)
-        if not isinstance(root, ast.expr) or isinstance(one, ast.Expr | ast.Return):
-            return None
-        span = self._range(root)
-        inside = [span[0] <= begin <= end <= span[1] for begin, end, _ in changes]
-        parsed = [
-            self._parsed(*span, change) if is_inside else None
-            for change, is_inside in zip(changes, inside, strict=True)
-        ]
-        values = [copy.deepcopy(root), *(one or ast.Constant(value=None) for one in parsed)]
-        call = ast.Call(
-            func=ast.Name(id=_VARIANT, ctx=ast.Load()),
-            args=[ast.Lambda(args=_no_arguments(), body=value) for value in values],
-            keywords=[],
-        )
-        compiled = self._with_head(at, name, call)
-        return None if compiled is None else _selected(compiled, observer)
-
-    def _with_head(self, at: int, name: str, head: ast.expr) -> Any:
-        """Return the interpreted form with another expression of a statement; None if Python rejects it."""
-        body, n = self._places[at]
-        before, rewriter = body[n], self._function.rewriter
-        new = copy.copy(self._plain[at])
-        setattr(new, name, head)
-        for block in ("body", "orelse"):
-            if hasattr(new, block):
-                setattr(new, block, [])  # those of the tree are translated already
-        new = rewriter.ast_transformer.visit(new)
-        for node in ast.walk(new):
-            if isinstance(node, ast.expr | ast.stmt | ast.keyword | ast.arg):
-                node.lineno = node.end_lineno = before.lineno
-                node.col_offset = node.end_col_offset = 0
-        ast.fix_missing_locations(new)
-        for block in ("body", "orelse"):
-            if hasattr(new, block):
-                setattr(new, block, getattr(before, block))
-        body[n] = new
-        try:
-            return rewriter._compile_and_exec(self._tree)
-        except Exception:  # the compiler rejects an expression
-            return None
-        finally:
-            body[n] = before
-
-
 def row_starts(text: str) -> list[int]:
     """Return the first byte of each line of a text, and its length."""
     rows = text.encode().splitlines(keepends=True)
     return list(accumulate(map(len, rows), initial=0))
-
-
-def _no_arguments() -> ast.arguments:
-    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-
-
-def _selected(compiled: Any, chosen: int | Observer) -> Any:
-    """Return a function with the number of a variant, or an observer, as its last parameter."""
-    return with_defaults(compiled, {_VARIANT: chosen})
 
 
 def with_defaults(compiled: Any, values: Mapping[str, Any]) -> Any:
@@ -244,14 +101,6 @@ def with_defaults(compiled: Any, values: Mapping[str, Any]) -> Any:
     one.__kwdefaults__ = {**compiled.__kwdefaults__, **values}
     one.__annotations__ = compiled.__annotations__
     return one
-
-
-def _places(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Yield the place of every statement of a body, and of those inside it."""
-    for n, statement in enumerate(body):
-        yield body, n
-        for name in ("body", "orelse"):
-            yield from _places(getattr(statement, name, []))
 
 
 def function_of(text: str) -> ast.FunctionDef:

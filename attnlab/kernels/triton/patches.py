@@ -484,13 +484,77 @@ Placed = Callable[[str, Any, Any, int], tuple[Any, Any]]
 
 
 class Extension(Protocol):
-    """Further patches of the language, after those of this module."""
+    """Further patches of the language, after those of this module.
+
+    ``name``: extensions of one name patch the same, in every launch; "" for one that is made for a launch.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the name."""
 
     def patch_language(self, scope: Any) -> None:
         """Patch what the functions of a module see, through ``scope``; called for each module."""
 
     def patch_builder(self, scope: Any) -> None:
         """Patch the operations, through ``scope``; called once."""
+
+
+Change = tuple[Any, str, Any, Any]  # object, attribute, its value before, and after
+_KEPT: dict[tuple[Any, ...], list[Change]] = {}  # patches of earlier launches
+_MISSING = object()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Launch:
+    """A launch that runs.
+
+    ``observed``, ``launched``, ``memory``, ``extension``: as of :func:`language`. ``changes``: the patches
+    that were made; ``langs``: the ids of the modules of the language that they were made for, and
+    ``modules``: those of the names of modules that see them.
+    """
+
+    observed: RunLog
+    launched: Callable[[Any], Any]
+    memory: Memory
+    extension: Extension | None
+    changes: list[Change] = dataclasses.field(default_factory=list)
+    langs: frozenset[int] = frozenset()
+    modules: set[int] = dataclasses.field(default_factory=set)
+
+    def patch_module(self, interpreter: Any, function: Any) -> None:
+        """Patch the language that a function sees, as an earlier launch did if nothing else is patched."""
+        names = function.__globals__
+        if id(names) in self.modules:
+            return
+        self.modules.add(id(names))
+        known = (interpreter.tl, interpreter.tl.core)
+        found = {id(one) for one in names.values() if one is known[0] or one is known[1]}
+        if found and found <= self.langs:
+            return
+        name = "one by one" if self.extension is None else self.extension.name
+        key = (name, self.langs, frozenset(found))
+        kept = _KEPT.get(key) if name else None
+        if kept is None or any(getattr(o, n, _MISSING) is not before for o, n, before, _ in kept):
+            kept = _patched(interpreter, function, self.extension, is_first=not self.langs)
+            if name:
+                _KEPT[key] = kept
+        else:
+            for one, attribute, _, after in kept:
+                setattr(one, attribute, after)
+        self.changes += kept
+        self.langs |= found
+
+    def restore(self) -> None:
+        """Give the language back what it had before the launch."""
+        for one, name, before, _ in reversed(self.changes):
+            if before is _MISSING:
+                delattr(one, name)
+            else:
+                setattr(one, name, before)
+
+
+_LAUNCHES: list[_Launch] = []  # that run, the innermost last
 
 
 @contextmanager
@@ -509,38 +573,24 @@ def language(
     out-of-bounds accesses; the trace of ``memory``, if there is one, records every load and store.
     ``extension``: further patches.
     """
-    scope = _patched(interpreter, kernel, extension)
-    scopes = {id(kernel.__globals__): scope}
-
-    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(function.fn.__globals__)
-        if module not in scopes:
-            scopes[module] = _patched(interpreter, function.fn, extension)
-        return launched(function).rewrite()(*args, **kwargs)
-
+    _LAUNCHES.append(launch := _Launch(observed, launched, memory, extension))
     try:
-        patch_bfloat16(interpreter, scope)
-        cache_types(interpreter, scope)
-        patch_operations(interpreter, scope)
-        _fix(interpreter, scope)
-        _make_handles(interpreter, scope, observed)
-        _skip_overflow_checks(interpreter, scope)
-        _watch(interpreter, scope, observed, memory)
-        if extension is not None:
-            extension.patch_builder(scope)
-        scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
+        launch.patch_module(interpreter, kernel)
         with counting(observed):
             yield
     finally:
-        for scope in reversed(scopes.values()):
-            scope.restore()
+        launch.restore()
+        _LAUNCHES.pop()
 
 
-def _patched(interpreter: Any, function: Any, extension: Extension | None) -> Any:
-    """Patch the language as Triton does for a function, and return the scope that restores it.
+def _patched(
+    interpreter: Any, function: Any, extension: Extension | None, *, is_first: bool
+) -> list[Change]:
+    """Patch the language as Triton does for a function, and return the changes.
 
-    A scalar is an array of shape (1,) here. Triton 3.6 makes an index of it with ``int``, which NumPy
-    rejects from 2.4 on; Triton 3.7 and later remove the dimension first.
+    The operations are patched for the first function of a launch. A scalar is an array of shape (1,) here.
+    Triton 3.6 makes an index of it with ``int``, which NumPy rejects from 2.4 on; Triton 3.7 and later remove
+    the dimension first.
     """
     scope = interpreter._patch_lang(function)
     scope.set_attr(
@@ -549,7 +599,33 @@ def _patched(interpreter: Any, function: Any, extension: Extension | None) -> An
     patch_dtypes(interpreter, scope)
     if extension is not None:
         extension.patch_language(scope)
-    return scope
+    if is_first:
+        patch_bfloat16(interpreter, scope)
+        cache_types(interpreter, scope)
+        patch_operations(interpreter, scope)
+        _fix(interpreter, scope)
+        _make_handles(interpreter, scope)
+        _skip_overflow_checks(interpreter, scope)
+        _watch(interpreter, scope)
+        if extension is not None:
+            extension.patch_builder(scope)
+        scope.set_attr(interpreter.InterpretedFunction, "__call__", _call(interpreter))
+    before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+    for one, name, value in scope._changes:
+        value = _MISSING if value is interpreter._MISSING else value
+        before.setdefault((id(one), name), (one, name, value))
+    return [(one, name, value, getattr(one, name)) for one, name, value in before.values()]
+
+
+def _call(interpreter: Any) -> Any:
+    """Return what calls a device function, after a patch of the language of its module."""
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        launch = _LAUNCHES[-1]
+        launch.patch_module(interpreter, function.fn)
+        return launch.launched(function).rewrite()(*args, **kwargs)
+
+    return called
 
 
 def _fix(interpreter: Any, scope: Any) -> None:
@@ -577,12 +653,12 @@ def _skip_overflow_checks(interpreter: Any, scope: Any) -> None:
         scope.set_attr(builder, "options", options)
 
 
-def _make_handles(interpreter: Any, scope: Any, observed: RunLog) -> None:
+def _make_handles(interpreter: Any, scope: Any) -> None:
     """Count the operations of a launch, each of which makes a handle, and round those of bfloat16."""
     check = interpreter.TensorHandle.__post_init__
 
     def made(handle: Any) -> None:
-        observed.operated()
+        _LAUNCHES[-1].observed.operated()
         if is_bfloat16(handle.dtype):
             handle.data = rounded(handle.data)
         else:
@@ -591,17 +667,17 @@ def _make_handles(interpreter: Any, scope: Any, observed: RunLog) -> None:
     scope.set_attr(interpreter.TensorHandle, "__post_init__", made)
 
 
-def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> None:
+def _watch(interpreter: Any, scope: Any) -> None:
     """Record int32 overflows; mask and record accesses outside the launch's tensors.
 
     Nothing but these functions reads or writes memory: an element is in a tensor, with all of its bytes.
     """
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     load, store = builder.create_masked_load, builder.create_masked_store
-    placed = _placed(interpreter, observed, memory)
+    placed = _placed(interpreter)
 
     def multiplied(self: Any, left: Any, right: Any) -> Any:
-        return self.binary_op(left, right, observed.multiply)
+        return self.binary_op(left, right, _LAUNCHES[-1].observed.multiply)
 
     def loaded(
         self: Any, pointers: Any, asked: Any, other: Any = None, *rest: Any, **named: Any
@@ -611,8 +687,8 @@ def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> No
         is_short = is_bfloat16(element)
         dtype = np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(element)
         pointers, mask = placed("reads", pointers, asked, dtype.itemsize)
-        if memory.trace is not None:
-            memory.trace.loaded(pointers.data, mask.data)
+        if (trace := _LAUNCHES[-1].memory.trace) is not None:
+            trace.loaded(pointers.data, mask.data)
         if is_short:
             pointers = handle(pointers.data, tl.pointer_type(tl.uint16))
             bits = load(self, pointers, mask, None, *rest, **named)
@@ -630,8 +706,8 @@ def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> No
         is_short = is_bfloat16(element)
         dtype = np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(element)
         pointers, mask = placed("writes", pointers, mask, dtype.itemsize)
-        if memory.trace is not None:
-            memory.trace.stored(pointers.data, mask.data, value.data)
+        if (trace := _LAUNCHES[-1].memory.trace) is not None:
+            trace.stored(pointers.data, mask.data, value.data)
         value = (
             handle(encoded(value.data), tl.uint16)
             if is_short
@@ -663,18 +739,19 @@ def _as_element(handle: Any, value: Any, dtype: Any) -> Any:
     return handle(value.data.astype(dtype), value.dtype)
 
 
-def _placed(interpreter: Any, observed: RunLog, memory: Memory) -> Placed:
+def _placed(interpreter: Any) -> Placed:
     """Return a function that replaces a kernel's addresses by the tensors' own.
 
     It masks and records accesses outside of them.
     """
 
     def placed(verb: str, pointers: Any, mask: Any, size: int) -> tuple[Any, Any]:
-        own, inside, stray = memory.inside(pointers.data, mask.data, size)
+        launch = _LAUNCHES[-1]
+        own, inside, stray = launch.memory.inside(pointers.data, mask.data, size)
         pointers = interpreter.TensorHandle(own, pointers.dtype)
         if not stray:
             return pointers, mask
-        observed.stray(verb, stray)
+        launch.observed.stray(verb, stray)
         return pointers, interpreter.TensorHandle(inside, mask.dtype)
 
     return placed

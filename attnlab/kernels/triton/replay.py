@@ -13,7 +13,7 @@ import torch
 
 from attnlab.kernels.triton.interpreter import prepared
 from attnlab.kernels.triton.kernel_text import called_functions
-from attnlab.kernels.triton.lockstep.edits import EditRun
+from attnlab.kernels.triton.lockstep.edits import EditRun, Writes
 from attnlab.kernels.triton.lockstep.launch import Together
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
@@ -59,6 +59,9 @@ class Unit:
     def cost(self) -> int:
         """Return how many lines ran."""
         return sum(sum(log.lines.values()) for _, log in self.programs)
+
+
+Path = tuple[tuple[int, Writes], ...]  # launches with what their programs stored
 
 
 class _Notes:
@@ -233,43 +236,73 @@ class Replay:
 
         ``kernel``: the form of ``function`` with all of them, of
         :func:`attnlab.kernels.triton.lockstep.edits.compile_edits`. Edits that cannot run together are left
-        out, and all of them if several launches of the units have the function. None stands for one that
-        raises something or changes nothing.
+        out. None stands for one that raises something. Edits that store the same have one output.
         """
-        wanted = [
-            sorted({log.program for unit in units for at, log in unit.programs if at == index})
-            for index in range(len(self.launches))
-        ]
         having = [
-            at for at, some in enumerate(self._functions) if function.fn in some and wanted[at]
+            at
+            for at, some in enumerate(self._functions)
+            if function.fn in some
+            and any(at == index for unit in units for index, _ in unit.programs)
         ]
-        if len(having) != 1:
-            return {}
-        (at,) = having
-        launch, programs, found = self.launches[at], wanted[at], dict[int, torch.Tensor | None]()
-        self._restore(units, at)
+        forms = {function.fn: kernel}
+        return self._branches(units, forms, having, edits, ()) if having else {}
+
+    def _branches(
+        self,
+        units: Sequence[Unit],
+        forms: Mapping[Any, Any],
+        having: Sequence[int],
+        edits: Sequence[int],
+        path: Path,
+    ) -> dict[int, torch.Tensor | None]:
+        """Return the outputs with edits that did the same in the launches before those of ``having``.
+
+        ``path``: those of the launches that have the edited function, with what they stored.
+        """
+        at, *later = having
+        launch, found = self.launches[at], dict[int, torch.Tensor | None]()
+        programs = sorted(
+            {log.program for unit in units for index, log in unit.programs if index == at}
+        )
+        if not self._follow(units, path, at):
+            return dict.fromkeys(edits)
         edited = EditRun(
             launch=launch,
             programs=programs,
             prepare=self._prepare(launch),
             budget=lambda: replace(_budget(launch, set(programs), _EDITS_SLACK), seconds=_EDITS_S),
         )
-        with probing(Probe(together={function.fn: kernel})):
+        with probing(Probe(together=forms)):
             ran = edited.run(edits)
-        for number, writes in ran:
+        alike = dict[Any, tuple[Writes, list[int]]]()
+        for number, writes in ran.items():
             if writes is None:
                 found[number] = None
-                continue
-            self._restore(units, at)
+            else:
+                alike.setdefault(writes.key, (writes, []))[1].append(number)
+        for writes, numbers in alike.values():
+            whole = (*path, (at, writes))
+            if later:
+                found |= self._branches(units, forms, later, numbers, whole)
+            else:
+                is_done = self._follow(units, whole, len(self.launches))
+                found |= dict.fromkeys(numbers, self.contents() if is_done else None)
+        return found
+
+    def _follow(self, units: Sequence[Unit], path: Path, end: int) -> bool:
+        """Run the launches before ``end``, in which those of ``path`` store what it says; return whether
+        none raises something."""
+        begins = [*(at for at, _ in path), end]
+        self._restore(units, begins[0])
+        for (at, writes), following in zip(path, begins[1:], strict=True):
             for addresses in writes.addresses():
                 self._note_stores(addresses)
             writes.apply()
             try:
-                self._run(units, {}, range(at + 1, len(self.launches)), _SLACK)
+                self._run(units, {}, range(at + 1, following), _SLACK)
             except (Exception, TooLong):  # for numbers that no right kernel stores
-                continue
-            found[number] = self.contents()
-        return found
+                return False
+        return True
 
     def contents(self) -> torch.Tensor:
         """Return a copy of the output as the last run left it, [rows, heads, head_size]."""

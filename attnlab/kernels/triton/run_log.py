@@ -35,7 +35,7 @@ from attnlab.tensors.call import KernelCall
 _OFTEN = 64  # operations between two looks at the clock
 _AGAIN_S = 0.05  # until the timer interrupts again what it could not interrupt
 # Functions of Triton and of the lab that change Triton's language, and must not be interrupted.
-_PATCHING = {"_patch_lang", "_patched", "restore"}
+_PATCHING = {"patch_module", "restore"}
 
 
 class TooLong(BaseException):

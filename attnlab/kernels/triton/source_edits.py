@@ -72,9 +72,9 @@ class Parts:
     def related(self, name: str) -> list[str]:
         """Return other names of the same kind: strides, or names that share a word; those that share most
         first, short parts such as "v" and "0" included."""
-        own = words(name)
+        own, parts = words(name), _parts(name)
         scored = sorted(
-            (-len(own & words(other)), -len(_parts(name) & _parts(other)), other)
+            (-len(own & words(other)), -len(parts & _parts(other)), other)
             for other in self._names
             if other != name and (other in self._strides) == (name in self._strides)
         )
@@ -96,6 +96,8 @@ class Parts:
 
     def revived(self, before: str, after: str) -> set[str]:
         """Return the names that a text has in addition, and that the kernel does not use."""
+        if not self._unused:
+            return set()
         added = set(_NAME.findall(after)) - set(_NAME.findall(before))
         return added.intersection(self._unused)
 
@@ -162,10 +164,12 @@ class Parts:
         yield from (f"(({text}) + 1)", f"(({text}) - 1)")
 
 
+@lru_cache(maxsize=1 << 10)
 def words(name: str) -> set[str]:
     return {word for word in name.lower().split("_") if len(word) > 2}
 
 
+@lru_cache(maxsize=1 << 10)
 def _parts(name: str) -> set[str]:
     return set(name.lower().split("_"))
 
@@ -324,12 +328,6 @@ class Edit:
         )
 
     @property
-    def change(self) -> Change:
-        """Return the bytes that the edit replaces, as begin and end, and the new text; of an edit of several
-        places, none."""
-        return (0, 0, "") if self.more else (self.start, self.end, self.after)
-
-    @property
     def changes(self) -> list[Change]:
         """Return the bytes that the edit replaces in each place, and the new text."""
         return [(*span, self.after) for span in ((self.start, self.end), *self.more)]
@@ -348,8 +346,20 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
     ``lines``: the first lines of the statements. ``whole``: the text with all branches, which says what
     names are not used.
     """
+    return _edits(text, frozenset(lines), cost, whole)
+
+
+@lru_cache(maxsize=8)
+def _parts_of(text: str, whole: str) -> tuple[ast.FunctionDef, Parts]:
+    """Return the syntax tree of a text, and what occurs in it."""
     function = function_of(text)
-    parts = Parts(function, function_of(whole))
+    return function, Parts(function, function_of(whole))
+
+
+@lru_cache(maxsize=8)
+def _edits(text: str, lines: frozenset[int], cost: int, whole: str) -> list[Edit]:
+    """Return what :func:`edits` does."""
+    function, parts = _parts_of(text, whole)
     starts = row_starts(text)
     found = dict[tuple[int, int, str], Edit]()
     for statement in statements(function.body):
@@ -376,7 +386,7 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
                 found.setdefault((start, end, _plain(after)), edit)
     if cost == 1:
         return list(found.values())
-    repeated = edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []
+    repeated = _edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []
     return [*found.values(), *_in_all_places(repeated)]
 
 
@@ -401,8 +411,10 @@ def _in_all_places(found: Sequence[Edit]) -> Iterator[Edit]:
             yield replace(first, cost=_COST_OF_PLACES, more=more)
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 16)
 def _plain(text: str) -> str:
+    if text.isidentifier():
+        return text
     try:
         return ast.unparse(ast.parse(f"({text})", mode="eval"))
     except SyntaxError:  # a statement

@@ -54,7 +54,7 @@ class Batch:
 
     - ``ids``: (P, 3) int32, the index of each program in the grid. ``numbers``: (P,) int64, the position of
       each in the order in which the interpreter runs them one after the other.
-    - ``active``: (P,) bool, or None if all are active.
+    - ``tensors``: the memory of the launch. ``active``: (P,) bool, or None if all are active.
     - ``limit``: the elements that a value may have; a batch with a larger one is
       split, so that its values fit into memory.
     - ``places``: (P,) int64, the places of the programs in the batch that this is a part of, or None.
@@ -69,6 +69,7 @@ class Batch:
     ids: Any
     numbers: Any
     interpreter: Any
+    tensors: Any = None
     active: Any = None
     limit: int = 1 << 20
     places: Any = None

@@ -16,10 +16,9 @@ import numpy as np
 from attnlab.kernels.triton.kernel_text import CONTROL, HEADS, Change, row_starts, statements
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
-from attnlab.kernels.triton.lockstep.launch import Extension, Form, most_elements
+from attnlab.kernels.triton.lockstep.launch import Form, extension_of, most_elements
 from attnlab.kernels.triton.lockstep.memory import Store, Tensors
 from attnlab.kernels.triton.lockstep.notes import Notes
-from attnlab.kernels.triton.lockstep.operations import Operations
 from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep, loaded, stored
 from attnlab.kernels.triton.probe import LaunchLog
 from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
@@ -143,22 +142,17 @@ class Writes:
             size = one.bits.dtype.itemsize
             yield np.uint64(one.storage.own) + one.index.astype(np.uint64) * np.uint64(size)
 
-    def equals(self, other: "Writes") -> bool:
-        """Answer whether the same bits are stored in the same places."""
-        return len(self.stores) == len(other.stores) and all(
-            a.storage.own == b.storage.own
-            and np.array_equal(a.index, b.index)
-            and np.array_equal(a.bits, b.bits)
-            for a, b in zip(self.stores, other.stores, strict=True)
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return the places and the bits that are stored."""
+        return tuple(
+            (one.storage.own, one.index.tobytes(), one.bits.tobytes()) for one in self.stores
         )
 
     def apply(self) -> None:
         """Write to the tensors."""
         for one in self.stores:
             one.storage.bytes.view(one.bits.dtype)[one.index] = one.bits
-
-
-Ended = tuple[int, Writes | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,10 +168,10 @@ class EditRun:
     prepare: Callable[[Any, Any], Any]
     budget: Callable[[], Budget]
 
-    def run(self, edits: Sequence[int]) -> list[Ended]:
+    def run(self, edits: Sequence[int]) -> dict[int, Writes | None]:
         """Return the edits that run together with their neighbours, each with what its programs store.
 
-        None stands for an edit that raises something, or stores what the unchanged programs store.
+        None stands for an edit that raises something.
 
         The tensors are not changed. What an edit does that is left out is not known.
         """
@@ -188,22 +182,16 @@ class EditRun:
         try:
             kernel = Form(self.launch.function).rewrite()
         except Refused:
-            return []
+            return {}
         while todo:
-            places = todo.pop()
-            if len(set(self._edits(edits, places).tolist())) > 1:
+            if len(places := todo.pop()):
                 self._step(kernel, edits, places, todo, ended, raised)
-        whole = dict[int, Writes]()
-        for i, number in enumerate(edits):
+        found: dict[int, Writes | None] = dict.fromkeys(raised)
+        for i, number in enumerate(edits[:-1]):
             span = range(i * count, (i + 1) * count)
             if number not in raised and all(place in ended for place in span):
-                whole[number] = Writes([one for place in span for one in ended[place]])
-        plain = whole.pop(_NO_EDIT, None)
-        same = {n for n, writes in whole.items() if plain is not None and writes.equals(plain)}
-        return [
-            *dict.fromkeys(raised | same).items(),
-            *((n, w) for n, w in whole.items() if n not in same),
-        ]
+                found[number] = Writes([one for place in span for one in ended[place]])
+        return found
 
     def _edits(self, edits: Sequence[int], places: Any) -> Any:
         return np.array(edits, dtype=np.int64)[places // len(self.programs)]
@@ -226,11 +214,12 @@ class EditRun:
         budget = self.budget()
         notes = Notes(budget=budget)
         tensors = Tensors(Memory(self.launch.arguments), notes)
-        extension = Extension(Operations(interpreter), tensors, interpreter)
-        batch = Batch(ids, places, interpreter, limit=most_elements(), edits=numbers, budget=budget)
+        batch = Batch(
+            ids, places, interpreter, tensors, limit=most_elements(), edits=numbers, budget=budget
+        )
         control.begin(batch)
         try:
-            with self.prepare(notes, extension), limited(budget):
+            with self.prepare(notes, extension_of(interpreter)), limited(budget):
                 kernel(**self.launch.converted)
             file = kernel.__code__.co_filename
             raised |= {n for n, error in batch.raised.items() if _is_of_kernel(error, file)}
@@ -248,7 +237,7 @@ class EditRun:
         except Exception:  # of one of them, or of lockstep
             kinds = np.unique(numbers)
             is_first = numbers < kinds[len(kinds) // 2]
-            todo += [places[is_first], places[~is_first]]
+            todo += [places[is_first], places[~is_first]] if len(kinds) > 1 else []
         finally:
             control.begin(None)
 

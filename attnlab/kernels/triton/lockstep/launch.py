@@ -101,13 +101,13 @@ def _of_text(function: Any, text: str, names: tuple[str, ...]) -> Any:
     return compile_lockstep(function, tree_with_names(text, names))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Extension:
     """The patches of the language for a batch, after those of the lab's interpreter."""
 
     operations: Operations
-    tensors: Tensors
     interpreter: Any
+    name: str = "lockstep"
 
     def patch_language(self, scope: Any) -> None:
         """Patch the language that the functions of a module see."""
@@ -116,7 +116,13 @@ class Extension:
     def patch_builder(self, scope: Any) -> None:
         """Patch the builder, once for a launch."""
         self.operations.patch_builder(scope)
-        patch_memory(self.interpreter, scope, self.tensors)
+        patch_memory(self.interpreter, scope)
+
+
+@functools.cache
+def extension_of(interpreter: Any) -> Extension:
+    """Return the patches for an interpreter."""
+    return Extension(Operations(interpreter), interpreter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,10 +161,9 @@ class Together:
         reads = None if self.trace is None else Reads(self.trace.regions)
         notes = Notes(budget=self.observed.budget)
         tensors = Tensors(Memory(self.arguments), notes, reads, is_shared=self.processes > 1)
-        extension = Extension(Operations(interpreter), tensors, interpreter)
         try:
             kernel = Form(self.function).rewrite()
-            with self.prepare(tensors.notes, extension):
+            with self.prepare(tensors.notes, extension_of(interpreter)):
                 self._run_all(Runner(kernel, self.converted, self.programs, interpreter, tensors))
         except (Failed, Refused) as failed:
             tensors.undo()
@@ -235,7 +240,8 @@ class Runner:
         """
         numbers = todo.pop()
         ids = np.array([self.programs[i] for i in numbers], dtype=np.int32)
-        control.begin(Batch(ids, numbers, self.interpreter, limit=most_elements()))
+        limit = most_elements()
+        control.begin(Batch(ids, numbers, self.interpreter, self.tensors, limit=limit))
         self.tensors.forget()
         try:
             with limited(self.tensors.notes.budget):

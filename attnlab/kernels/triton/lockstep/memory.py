@@ -420,7 +420,7 @@ def separated(pointers: Any, size: int) -> tuple[int, Any, int, int, int] | None
     return axis, rows, run, step, count // run
 
 
-def patch_memory(interpreter: Any, scope: Any, tensors: Tensors) -> None:
+def patch_memory(interpreter: Any, scope: Any) -> None:
     """Let the builder load from and store to the tensors of a batch, through ``scope``."""
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
@@ -444,7 +444,7 @@ def patch_memory(interpreter: Any, scope: Any, tensors: Tensors) -> None:
             fill = encoded(fill)
         if fill is not None and fill.dtype != dtype:
             raise Refused("a load whose other value has another type")
-        found = tensors.load(pointers, allowed, fill, dtype)
+        found = running().tensors.load(pointers, allowed, fill, dtype)
         return handle(decoded(found) if is_short else found, kind)
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
@@ -455,7 +455,7 @@ def patch_memory(interpreter: Any, scope: Any, tensors: Tensors) -> None:
             bits = bits.astype(dtype)
         if allowed is None:
             allowed = np.ones((1,) * bits.ndim, np.bool_)
-        tensors.store(
+        running().tensors.store(
             pointers, allowed, bits.view(f"u{dtype.itemsize}") if bits.dtype != np.bool_ else bits
         )
 

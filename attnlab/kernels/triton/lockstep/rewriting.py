@@ -5,7 +5,6 @@ Branches, loops, conditional expressions, ``and``, ``or``, ``not`` and chained c
 """
 
 import ast
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -326,12 +325,13 @@ def _expression(text: str) -> Any:
 
 
 def compile_lockstep(function: Any, tree: ast.Module) -> Any:
-    """Return the form of a function of Triton that a batch of programs runs, from its syntax tree.
+    """Return the form of a function of Triton that a batch of programs runs, from its syntax tree, which it
+    mutates.
 
     Raises Refused for what cannot be rewritten.
     """
     rewriter = function.rewriter
-    tree = lockstep_transformer(type(rewriter.ast_transformer)).visit(copy.deepcopy(tree))
+    tree = lockstep_transformer(type(rewriter.ast_transformer)).visit(tree)
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, rewriter.def_file_lineno - 1)
     function.fn.__globals__[CONTROL] = control
