@@ -21,7 +21,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.contracts.slot_states import (
     FOREIGN,
-    STATES,
     SlotState,
     slot_states,
 )
@@ -44,7 +43,6 @@ _MOST_STEPS = 3_000
 _TRACE_S = 3.0  # processor time to record the reads of each program
 _SMALL_S = 0.5  # a run of the kernels up to which all sequences are recorded
 _DIGITS = 4
-_RATIO = 0.01  # of two weights that are equal but for rounding
 # A slot in one of these states holds no token that any row of its reader needs.
 _NEVER_NEEDED = (*FOREIGN, SlotState.UNWRITTEN, SlotState.FREED, SlotState.NEVER_MAPPED)
 
@@ -201,11 +199,8 @@ def weights_only(xray: XRay) -> dict[str, Any]:
         token = position - int(setup.ctx_len[i])
         of = {"row": int(setup.rows[i]), "seq": seq, "token": token, "pos": position}
         tokens.append({**of, "wrong": setup.heads[wrong[i]].tolist()})
-    return {
-        "tokens": tokens,
-        "heads": heads,
-        "weights": _maps(xray, [t["seq"] for t in tokens], heads),
-    }
+    weights = _maps(xray, setup.seq[rows].tolist(), heads)
+    return {"tokens": tokens, "heads": heads, "weights": weights}
 
 
 class _Document:
@@ -260,8 +255,8 @@ class _Document:
         seq, _ = self.lengths.locate(row)
         chosen = {id(step): i for i, (_, step) in enumerate(steps)}
         own = [s for p in self.run.programs if (row, head) in p.cells for s in p.steps]
-        judged = _Judge.of(self, row, head)
-        found = [(chosen[id(s)], *judged.judge(s)) for s in own if id(s) in chosen]
+        judged = zip(own, _Judge.of(self, row, head).judge(own), strict=True)
+        found = [(chosen[id(s)], *judgement) for s, judgement in judged if id(s) in chosen]
         return {
             "right": rounded(self.right[row, head].tolist()),
             "output": rounded(self.got[row, head].tolist()),
@@ -344,15 +339,14 @@ class _Judge:
 
     ``states``: of each slot for the sequence, flat; None if the output is right, so that nothing is.
     ``kv_head``: that of the head.
-    ``measured``, ``expected``, ``floor``: by slot of the cache; None without an X-ray of the row.
+    ``weights``: measured, expected and bound by slot of the cache; None without an X-ray of the row.
+    ``floor``: from which on a weight is not 0.
     """
 
     states: torch.Tensor | None
     kv_head: int = 0
-    measured: dict[int, float] | None = None
-    expected: dict[int, float] | None = None
+    weights: dict[int, tuple[float, float, float]] | None = None
     floor: float = 0.0
-    ratio: float = 1.0
 
     @classmethod
     def of(cls, document: _Document, row: int, head: int) -> "_Judge":
@@ -374,57 +368,63 @@ class _Judge:
         measured, expected = (w[int(at[0]), int(of[0])] for w in (one.weights, one.expected))
         if not bool(measured.isfinite().all()):
             return only_states
-        floor = 8 * float(setup.fixed[int(at[0])])
-        clear = expected > 16 * floor
-        ratio = float((measured[clear] / expected[clear]).median()) if bool(clear.any()) else 1.0
-        count = setup.cache_slots
-        slots = (torch.arange(count) if setup.kept is None else setup.kept[:count]).tolist()
-        by_slot = [dict(zip(slots, w[:count].tolist(), strict=True)) for w in (measured, expected)]
-        return replace(
-            only_states, measured=by_slot[0], expected=by_slot[1], floor=floor, ratio=ratio
-        )
+        count, row = setup.cache_slots, int(at[0])
+        bound = expected * setup.relative[row] + setup.fixed[row]
+        slots = torch.arange(count) if setup.kept is None else setup.kept[:count]
+        columns = (w[:count].tolist() for w in (measured, expected, bound))
+        by_slot = dict(zip(slots.tolist(), zip(*columns, strict=True), strict=True))
+        return replace(only_states, weights=by_slot, floor=8 * float(setup.fixed[row]))
 
-    def judge(self, step: Step) -> tuple[str, list[float]]:
-        """Return why a step is wrong, or "", and the sums of its measured and expected weights, if known."""
+    def judge(self, steps: Sequence[Step]) -> list[tuple[str, list[float]]]:
+        """Return of each step why it is wrong, or "", and the sums of its measured and expected weights.
+
+        Keys that count but must not, or do not but must, change the weights of all others of the row. So
+        other wrong weights mark a step only if there are no such keys.
+        """
         if self.states is None:
-            return "", []
+            return [("", [])] * len(steps)
+        if any(self.kv_head not in step.kv_heads for step in steps) or self.weights is None:
+            return [(self._by_address(step), []) for step in steps]
+        none = (0.0, 0.0, math.inf)
+        parts = [[self.weights.get(slot, none) for slot in step.slots] for step in steps]
+        counting = [self._by_counting(part) for part in parts]
+        whys = counting if any(counting) else [_by_size(part) for part in parts]
+        sums = [rounded([sum(m for m, *_ in part), sum(e for _, e, _ in part)]) for part in parts]
+        return [*zip(whys, sums, strict=True)]
+
+    def _by_address(self, step: Step) -> str:
         if self.kv_head not in step.kv_heads:
             read = ", ".join(map(str, step.kv_heads))
-            return f"it reads KV head {read}, not {self.kv_head}", []
-        if self.measured is None or self.expected is None:
-            return self._by_state(step), []
-        pairs = [(self.measured.get(s, 0.0), self.expected.get(s, 0.0)) for s in step.slots]
-        sums = rounded([sum(m for m, _ in pairs), sum(e for _, e in pairs)])
-        return self._by_weight(pairs), sums
+            return f"it reads KV head {read}, not {self.kv_head}"
+        assert self.states is not None
+        found = self.states[torch.tensor(step.slots)]
+        counts = [(state, int((found == state.code).sum())) for state in _NEVER_NEEDED]
+        texts = [f"{count} in state “{state}”" for state, count in counts if count]
+        return (
+            f"slots that it reads hold no token of the reader: {', '.join(texts)}" if texts else ""
+        )
 
-    def _by_weight(self, pairs: Sequence[tuple[float, float]]) -> str:
-        extra = sum(e == 0 and abs(m) > self.floor for m, e in pairs)
-        missing = sum(e > 16 * self.floor and abs(m) <= self.floor for m, e in pairs)
+    def _by_counting(self, part: Sequence[tuple[float, float, float]]) -> str:
+        extra = sum(e == 0 and abs(m) > self.floor for m, e, _ in part)
+        missing = sum(e > 16 * self.floor and abs(m) <= self.floor for m, e, _ in part)
         if extra:
             return f"{_keys(extra)} that must have no weight {'has' if extra == 1 else 'have'} one"
         if missing:
             return (
                 f"{_keys(missing)} that must have a weight {'has' if missing == 1 else 'have'} none"
             )
-        clear = [m / e for m, e in pairs if e > 16 * self.floor]
-        off = [r for r in clear if abs(r - self.ratio) > _RATIO * max(1.0, abs(self.ratio))]
-        if off and 2 * len(off) > len(clear):
-            least, most = min(off), max(off)
-            times = (
-                f"{least:.3g}" if most - least < 0.01 * abs(most) else f"{least:.3g} to {most:.3g}"
-            )
-            return f"its keys weigh {times} times what is right, most keys of the row {self.ratio:.3g} times"
         return ""
 
-    def _by_state(self, step: Step) -> str:
-        assert self.states is not None
-        found = self.states[torch.tensor(step.slots)]
-        codes = [state.code for state in _NEVER_NEEDED]
-        counts = [(STATES[code], int((found == code).sum())) for code in codes]
-        texts = [f"{count} in state “{state}”" for state, count in counts if count]
-        return (
-            f"it reads slots that hold no token of the reader: {', '.join(texts)}" if texts else ""
-        )
+
+def _by_size(part: Sequence[tuple[float, float, float]]) -> str:
+    off = [m / e for m, e, bound in part if e > 0 and abs(m - e) > bound]
+    if not off:
+        return ""
+    least, most = f"{min(off):.3g}", f"{max(off):.3g}"
+    times = least if least == most else f"{least} to {most}"
+    return (
+        f"{_keys(len(off))} of it weigh{'s' if len(off) == 1 else ''} {times} times what is right"
+    )
 
 
 def _keys(count: int) -> str:

@@ -38,7 +38,7 @@ def traced(folder: Path, old: str, new: str, *, with_xray: bool) -> tuple[Traced
     [
         (RIGHT, WRONG, False, 3, "it reads KV head 1, not 0"),
         ("seq * table_stride", "0 * table_stride", False, 3, "other sequence"),
-        ("mixed * rescale[:, None]", "mixed", True, None, "its keys weigh"),
+        ("mixed * rescale[:, None]", "mixed", True, None, "times what is right"),
         ("position[:, None]\n", "position[:, None] - 1\n", True, 1, "a key that must have a weight has none"),
         ("KEYS = 16, 32", "KEYS = 16, 32", True, 0, ""),
     ],
@@ -142,7 +142,7 @@ def test_the_close_up_is_used_with_the_keyboard(pages: dict[str, Path]) -> None:
         assert page.eval_on_selector("canvas", PIXELS) != cells
         page.focus("canvas")
         before = page.inner_text(".place")
-        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowRight")
         assert page.inner_text(".place") != before
         page.select_option("#head", "0")
         assert "head 0 is of KV head 0" in page.inner_text("#facts")

@@ -3,7 +3,7 @@
   const root = document.getElementById("close-up");
   const find = (selector) => root.querySelector(selector);
   const token = find("#token"), head = find("#head");
-  const SVG = "http://www.w3.org/2000/svg", CELL = 16, GAP = 2;
+  const SVG = find("svg").namespaceURI, CELL = 16, GAP = 2;
   let step = 0, at = { row: 0, column: 0 };  // of the reads; of the map of weights
 
   const put = (parent, name, text, attributes = {}) => {
@@ -171,7 +171,7 @@
     pen.scale(scale, scale);
     paint(pen, map, width, height);
     place(figure, map);
-    legend(figure, [["read", which() === "difference" ? "too much" : "weight, darker is more"],
+    legend(figure, [["read", which() === "difference" ? "too much" : "weight; stronger is more"],
       ...(which() === "difference" ? [["off", "too little"]] : []), ["outlined", "wrong"]]);
   }
 
