@@ -50,10 +50,6 @@ class CallLab(Lab):
     own_batch: Batch
     own_cache: PagedCache
 
-    def backend(self, case: Case) -> Backend:
-        """Return the runner."""
-        return self.runner
-
     def where(self, case: Case) -> str:
         """Return the device of the Case's tensors."""
         return self.device or self.runner.device

@@ -72,6 +72,7 @@ class Lab:
       is the installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The
       batch, the cache and the comparison of such a Case are there, too.
+    - ``runner``: what runs every Case, whatever backend it names; None for the Case's backend.
     - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.
     - ``on_step``: called with the name of each step of a run before it begins.
     - ``on_notice``: called with a message before a run that will take minutes.
@@ -80,6 +81,7 @@ class Lab:
     keep: int = 2
     source: Path | str | None = None
     device: str | None = None
+    runner: Backend | None = None
     is_native: bool | None = None
     on_step: OnStep | None = None
     on_notice: Callable[[str], None] = lambda text: None
@@ -91,8 +93,10 @@ class Lab:
 
     def backend(self, case: Case) -> Backend:
         """Return the Case's backend; raise InvalidCase for a user's function that cannot be loaded."""
-        make = lambda: find_backend(case.backend, self.source, self.device)  # noqa: E731
-        return self.shared.get("backend", case.backend, make)[0]
+        if self.runner is not None:
+            return self.runner
+        given = (case.backend, self.source, self.device)
+        return self.shared.get("backend", given, lambda: find_backend(*given))[0]
 
     def where(self, case: Case) -> str:
         """Return the device of the Case's tensors; raise Unavailable for a GPU that torch does not see."""
