@@ -10,7 +10,15 @@ from attnlab.case.case import Case
 from attnlab.kernels.backend import STEPS
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import panel
-from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Outdated, Progress, share_done
+from attnlab.show.panels.progress import (
+    PICTURES,
+    Job,
+    LatestOnly,
+    Outdated,
+    Progress,
+    share_done,
+    time_left,
+)
 
 
 def test_cancel_keeps_the_old_results() -> None:
@@ -45,6 +53,11 @@ def test_cancel_keeps_the_old_results() -> None:
     assert view.progress._bar.layout.display == "none"
     stopped.set()
     assert view.show(stage="cast_after_cumsum").case == SMALL
+
+
+def test_the_time_left_is_that_of_the_step() -> None:
+    assert time_left(30.0, 3, 9) == ", about 60 s left"
+    assert [time_left(*of) for of in ((0.5, 3, 9), (30.0, 0, 9), (30.0, None, None))] == [""] * 3
 
 
 def test_a_long_step_is_shown() -> None:
