@@ -38,7 +38,8 @@ _DTYPES = {
 
 def sentence(text: str) -> str:
     """Return a help text as a sentence, with a capital letter unless it starts with a name."""
-    is_name = "_" in text.partition(" ")[0]
+    word = text.partition(" ")[0]
+    is_name = "_" in word or not word.islower()
     return (
         (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")
     )
