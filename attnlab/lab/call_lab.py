@@ -62,9 +62,11 @@ class CallLab(Lab):
         make = lambda: _moved(self.own_batch, where)  # noqa: E731
         return self.shared.get("batch", (batch_key(case), where), make)[0]
 
-    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
+    def call(
+        self, case: Case, cache: PagedCache | None = None, output: torch.Tensor | None = None
+    ) -> KernelCall:
         """Return the Case's call, which names the layout of the given call's cache."""
-        return dataclasses.replace(Lab.call(self, case, cache), layout=self.given.layout)
+        return dataclasses.replace(Lab.call(self, case, cache, output), layout=self.given.layout)
 
     def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
         if self.on_step is not None:

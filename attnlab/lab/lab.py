@@ -149,11 +149,14 @@ class Lab:
         kind = "lse" if with_lse else "reference"
         return self.shared.get(kind, (reference_key(case), where), make, in_file=where == "cpu")[0]
 
-    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
-        """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
+    def call(
+        self, case: Case, cache: PagedCache | None = None, output: torch.Tensor | None = None
+    ) -> KernelCall:
+        """Return the Case's call; ``cache`` replaces the Case's, and ``output`` a new output buffer."""
         where = self.where(case)
-        make = lambda: make_output(case, where)  # noqa: E731
-        output = self.shared.get("output", (output_key(case), where), make)[0].clone()
+        if output is None:
+            make = lambda: make_output(case, where)  # noqa: E731
+            output = self.shared.get("output", (output_key(case), where), make)[0].clone()
         batch = self.batch(case)
         new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
         return make_call(case, batch, cache or self.cache(case), output, new)
@@ -199,8 +202,10 @@ class Lab:
             violations=violations,
             seconds={step: s for step, s in seconds.items() if step not in shared},
             shared=shared,
-            call=call,
-            cache=cache,
+            output=(output := call.buffer),
+            provenance=cache.provenance,
+            make_call=(make_call := lambda: self.call(case, output=output)),
+            make_cache=lambda: self.cache(case),
             memory=self._memory(case, ran),
             launches=tuple(launch.text() for launch in ran.log.launches),
             wraps=tuple(wrap.text() for wrap in ran.log.wraps.values()),
@@ -211,7 +216,9 @@ class Lab:
             side_errors=wrong_sides,
             failed=isinstance(rejection, KernelFailed),
             compare_with_rounding=functools.cache(
-                lambda: self.errors(case.replace(atol=None, rtol=0.0), call, self.reference(case))
+                lambda: self.errors(
+                    case.replace(atol=None, rtol=0.0), make_call(), self.reference(case)
+                )
             ),
         )
 

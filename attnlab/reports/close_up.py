@@ -212,7 +212,7 @@ class _Document:
         self.run, self.errors, self.xray = run, errors, xray
         self.call, self.lengths = run.result.call, errors.lengths
         self.right, self.got = output.cpu().double(), run.result.output.cpu().double()
-        self.provenance = run.result.cache.provenance
+        self.provenance = run.result.provenance
         self.group = self.call.query.shape[1] // self.call.value_cache.shape[1]
         self.wrong = errors.mismatches.cpu() > 0
         ran = (errors.error != -math.inf).cpu()

@@ -266,7 +266,7 @@ def pictures_of(result: "Result") -> tuple[Picture, ...]:
     errors = result.errors if result.errors.is_derived else result.compare_with_rounding()
     found = [error_picture(errors.lengths, errors.error, errors.mismatches > 0)]
     if result.memory is not None and result.memory.slots:
-        found.append(slot_picture(result.memory.slot_map(result.cache.provenance)))
+        found.append(slot_picture(result.memory.slot_map(result.provenance)))
     return tuple(found)
 
 

@@ -91,7 +91,7 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     if result.errors is not None:
         got, expected = result.output, lab.reference(case)
         if case.spec.writes_cache:
-            row_slots = slot_order(case, result.cache.provenance.block_table)
+            row_slots = slot_order(case, result.provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])
     return PanelData(
         result=result, got=got, expected=expected, row_slots=row_slots, slot_map=result.slot_map()
