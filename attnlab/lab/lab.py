@@ -20,7 +20,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import runs_of, written_rows
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend, model
-from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput
+from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput, cell_steps
 from attnlab.kernels.control import run_backend
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.cache_write import (
@@ -74,7 +74,8 @@ class Lab:
       batch, the cache and the comparison of such a Case are there, too.
     - ``runner``: what runs every Case, whatever backend it names; None for the Case's backend.
     - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.
-    - ``on_step``: called with the name of each step of a run before it begins.
+    - ``on_step``: called with the name of each step of a run before it begins. None for a line in the cell
+      of a notebook, if the cell runs long, and nothing elsewhere.
     - ``on_notice``: called with a message before a run that will take minutes.
     """
 
@@ -289,9 +290,10 @@ class Lab:
         if backend.models_prefill and PREFILL in kernels:
             self._run_prefill(case, call, target)
             kernels = tuple(name for name in kernels if name != PREFILL)
-        options = dataclasses.replace(RunOptions.of(case), on_notice=self.on_notice)
-        if self.on_step is not None:
-            options = dataclasses.replace(options, on_step=self.on_step)
+        on_step = self.on_step or cell_steps()
+        options = dataclasses.replace(
+            RunOptions.of(case), on_notice=self.on_notice, on_step=on_step
+        )
         return run_backend(backend, call, target, kernels, options)
 
     def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:
@@ -320,8 +322,7 @@ class Lab:
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
         """Announce a step and record its time, even if it raises."""
-        if self.on_step is not None:
-            self.on_step(step)
+        (self.on_step or cell_steps())(step)
         start = time.perf_counter()
         try:
             yield

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import ipywidgets as ipw
 
-from attnlab.kernels.backend import STEPS, OnStep
+from attnlab.kernels.backend import STEPS, OnStep, time_left
 
 # LatestOnly: a background worker that keeps only the newest request.
 
@@ -219,13 +219,6 @@ class Progress:
 
     def _show_text(self, text: str, state: str) -> None:
         self._text.value = f'<span data-state="{state}">{escape(text)}</span>'
-
-
-def time_left(seconds: float, done: int | None, total: int | None) -> str:
-    """Return the time that a step still needs as text, after ``seconds`` of it; "" if it is not known."""
-    if not done or not total or seconds < 1:
-        return ""
-    return f", about {seconds * (total - done) / done:.0f} s left"
 
 
 def share_done(step: str, done: int | None, total: int | None, before: float) -> float:
