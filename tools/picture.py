@@ -55,11 +55,12 @@ def draw_find() -> None:
     """
     from attnlab.diagnosis.diagnose import diagnose
     from attnlab.kernels.vllm.source import fetch_ops
+    from attnlab.reports.close_up import trace_run
     from attnlab.reports.shared_page import page_of
 
     lab, case = Lab(source=fetch_ops("0.33.0"), device="cpu"), Case(**FIND)
     found = diagnose(case, lab=lab)
-    page = page_of(found, "", result=lab.run(case.replace(trace_reads=True)))
+    page = page_of(found, "", run=trace_run(lab, case))
     assert page.source is not None
     line = page.source.lines[page.source.line - page.source.first].strip()
     alone = dataclasses.replace(page.source, first=page.source.line, lines=(line,))

@@ -235,7 +235,7 @@ def workplace() -> Iterator[Path]:
     before = os.getcwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        for name in ("examples", "notebooks", "docs"):
+        for name in ("examples", "notebooks", "docs", "tools"):
             (work / name).symlink_to(ROOT / name)
         programs = work / "bin"
         programs.mkdir()

@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+# Of a line with the step of long work in a notebook, which is empty at the end; pages leave it out.
+STEP_MIME = "application/vnd.attnlab.step+json"
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 

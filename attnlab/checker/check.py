@@ -93,6 +93,7 @@ def check(
     from attnlab.checker.finding import read_known
     from attnlab.checker.library import check_library
     from attnlab.checker.plan import Plan, costs_of_store, packaged_costs
+    from attnlab.kernels.backend import cell_steps
     from attnlab.tasks.store import Shard
 
     backend = backend_of(**chosen_library)  # whose records are ops from here on
@@ -118,6 +119,8 @@ def check(
             on_op(progress.ops_done, progress.ops)
         if on_progress is not None:
             on_progress(progress)
+        else:
+            cell_steps()(progress.step, progress.done, progress.total)
 
     part = Shard.parse(shard)
     with engine_of(engine, plan, stop) as workers:

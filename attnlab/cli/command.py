@@ -178,17 +178,27 @@ def notice(text: str) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[..., None]]:
-    """Show the current step on standard error if that is a terminal.
+    """Show the current step, and the time since it began, on standard error if that is a terminal.
 
-    Yields a function of (step, done, total); with ``done`` and ``total`` it draws a bar.
+    Yields a function of (step, done, total); with ``done`` and ``total`` there is a bar, and the time left.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
     )
     console = errors()
     with Progress(
@@ -199,7 +209,9 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         def update(
             step: str | None = None, done: int | None = None, total: int | None = None
         ) -> None:
-            bar.update(task, description=step or text, completed=done, total=total)
+            if total not in (None, bar.tasks[0].total):  # another count: the speed begins anew
+                bar.reset(task, total=total)
+            bar.update(task, description=step or text, completed=done)
 
         yield update
 

@@ -84,6 +84,7 @@ def _diagnosed(
     from attnlab.kernels.triton.interpreter import load_triton
     from attnlab.lab.call_lab import call_lab
     from attnlab.lab.run import run
+    from attnlab.reports.close_up import trace_run
     from attnlab.reports.shared_page import page_of
 
     torch.set_num_threads(1)
@@ -98,10 +99,10 @@ def _diagnosed(
         assert runner is not None
         found = diagnose_captured(call, case, runner=runner, on_step=on_step)
         lab = call_lab(call, case, runner)
-        result = lab.run(lab.case.replace(trace_reads=runner.traces_reads))
+        traced = trace_run(lab, lab.case)
         on_step("the smallest reproduction")
         script = smallest_script(call, runner, case)
-    page_of(found, _again(call_file, spec), result=result, script=script).write(page_file)
+    page_of(found, _again(call_file, spec), run=traced, script=script).write(page_file)
     return found
 
 

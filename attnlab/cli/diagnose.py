@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import check_input_path
 from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
@@ -17,7 +17,7 @@ from attnlab.lab.products import check_memory
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.kernels.backend import Backend
-    from attnlab.lab.result import Result
+    from attnlab.reports.close_up import TracedRun
     from attnlab.tensors.call import KernelCall
 
 
@@ -66,7 +66,7 @@ class _Diagnosed:
     found: "Diagnosis"
     backend: "Backend | None"
     call: "Callable[[], KernelCall]"
-    run_again: "Callable[[], Result | None]"
+    run_again: "Callable[[], TracedRun | None]"
 
 
 def _of_call(
@@ -78,7 +78,8 @@ def _of_call(
     from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names, read_call
-    from attnlab.replay.replay_call import traced_run
+    from attnlab.replay.replay_call import lab_of_call
+    from attnlab.reports.close_up import trace_run
 
     names = None if args.map is None else parse_names(args.map)
     call = read_call(args.call, names, op=op)
@@ -94,17 +95,26 @@ def _of_call(
         limit=None if args.no_location else FULL,
         on_step=on_step,
     )
+
+    def run_again() -> "TracedRun | None":
+        lab = lab_of_call(call, case, _given(args), runner)
+        try:
+            return None if lab is None else trace_run(lab, lab.case)
+        except AttnLabError:
+            return None
+
     return _Diagnosed(
         found=found,
         backend=None if runner is None else for_call(call, runner),
         call=lambda: call,
-        run_again=lambda: traced_run(call, case, _given(args), runner),
+        run_again=run_again,
     )
 
 
 def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None]) -> _Diagnosed:
     """Diagnose the Case of the flags or its output in a file."""
     from attnlab.diagnosis.captured import diagnose_file
+    from attnlab.reports.close_up import trace_run
 
     lab = command.lab_of(args, on_step)
     found = diagnose_file(case, lab, args.output_file, locate=not args.no_location)
@@ -114,9 +124,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
         found=found,
         backend=backend if is_run else None,
         call=lambda: lab.run(case).recorded_call,
-        run_again=lambda: (
-            lab.run(case.replace(trace_reads=backend.traces_reads)) if is_run else None
-        ),
+        run_again=lambda: trace_run(lab, case) if is_run else None,
     )
 
 
@@ -141,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
         if command.is_shared(args):
             on_step("the smallest reproduction")
             script = _script(one, case, _given(args)) if args.html is not None else ("", "")
-            command.share(args, one.found, result=one.run_again(), script=script)
+            command.share(args, one.found, run=one.run_again(), script=script)
     put(
         one.found, args.json, "" if is_call else args.assumed
     )  # a diagnosis of a call lists its own

@@ -56,7 +56,7 @@ def _checked_case(args: argparse.Namespace) -> Case:
     if args.call is None:
         check_weighs_values(case.spec)
         check_memory(case)
-    if args.html is not None or args.picture is not None:
+    if args.picture is not None:
         from attnlab.reports.check_pages import check_packages as check_drawable
 
         check_drawable()
@@ -86,12 +86,9 @@ def _write(args: argparse.Namespace, found: "XRay", location: "KernelLocation | 
         data = xray_picture(found, is_dark=False, is_transparent=False)
         write_bytes(args.picture, base64.b64decode(data))
     if command.is_shared(args):
-        from attnlab.reports.check_pages import xray_pictures
-
         claim = None if location is None else location.confirmed
         line = None if claim is None else (claim.file, claim.line)
-        pictures = [] if args.html is None else [xray_pictures(found)]
-        command.share(args, _with_line(found, location), pictures=pictures, line=line)
+        command.share(args, _with_line(found, location), line=line)
 
 
 def _not_deterministic(why: str, is_json: bool) -> int:

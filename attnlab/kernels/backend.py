@@ -4,11 +4,15 @@ A backend is named by ``Case.backend``: the models, vLLM's Triton ops, the ROCm 
 a user's own function. :func:`attnlab.kernels.find_backend` returns the backend of a name.
 """
 
+import functools
+import sys
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +22,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import KV_CACHE_DTYPES, OPS, RELEASES
+from attnlab.case.shown import STEP_MIME
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.triton.run_log import RunLog
@@ -38,6 +43,66 @@ class OnStep(Protocol):
         ``done`` of ``total`` programs of the step have run, if the step counts them. The function may
         raise to end the run.
         """
+
+
+def time_left(seconds: float, done: int | None, total: int | None) -> str:
+    """Return the time that a step still needs as text, after ``seconds`` of it; "" if it is not known."""
+    if not done or not total or seconds < 1:
+        return ""
+    return f", about {seconds * (total - done) / done:.0f} s left"
+
+
+_LONG_S, _OFTEN_S = 2.0, 0.25  # until a line appears in a cell, and between two changes of it
+
+
+class CellSteps:
+    """An OnStep for the cells of a notebook: a line with the step and the time left, empty at the end.
+
+    It appears in a cell that runs longer than 2 s. Steps of other threads, which have panels, are ignored.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._handle: Any = None
+        self._began = self._changed = self._step_began = time.perf_counter()
+        self._step = ""
+        shell.events.register("pre_run_cell", self._begin)
+        shell.events.register("post_run_cell", self._end)
+
+    def __call__(self, step: str, done: int | None = None, total: int | None = None) -> None:
+        """Show the step; see :class:`OnStep`."""
+        now = time.perf_counter()
+        if step != self._step:
+            self._step, self._step_began = step, now
+        is_soon = now - self._began < _LONG_S or now - self._changed < _OFTEN_S
+        if is_soon or threading.current_thread() is not threading.main_thread():
+            return
+        self._changed = now
+        count = "" if done is None or total is None else f": {done} of {total}"
+        self._show(f"{step}{count}{time_left(now - self._step_began, done, total)}")
+
+    def _show(self, text: str) -> None:
+        from IPython.display import display
+
+        data = {"text/plain": text, STEP_MIME: {}}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def _begin(self, *_: Any) -> None:
+        self._began, self._step, self._handle = time.perf_counter(), "", None
+
+    def _end(self, *_: Any) -> None:
+        if self._handle is not None:
+            self._show("")
+            self._handle = None
+
+
+@functools.cache
+def cell_steps() -> OnStep:
+    """Return what shows steps if the caller does not say: a line in a cell of a notebook, else nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return CellSteps(shell) if hasattr(shell, "kernel") else ignore_step
 
 
 def ignore_step(step: str, done: int | None = None, total: int | None = None) -> None:

@@ -50,10 +50,6 @@ class CallLab(Lab):
     own_batch: Batch
     own_cache: PagedCache
 
-    def backend(self, case: Case) -> Backend:
-        """Return the runner."""
-        return self.runner
-
     def where(self, case: Case) -> str:
         """Return the device of the Case's tensors."""
         return self.device or self.runner.device
@@ -66,9 +62,11 @@ class CallLab(Lab):
         make = lambda: _moved(self.own_batch, where)  # noqa: E731
         return self.shared.get("batch", (batch_key(case), where), make)[0]
 
-    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
+    def call(
+        self, case: Case, cache: PagedCache | None = None, output: torch.Tensor | None = None
+    ) -> KernelCall:
         """Return the Case's call, which names the layout of the given call's cache."""
-        return dataclasses.replace(Lab.call(self, case, cache), layout=self.given.layout)
+        return dataclasses.replace(Lab.call(self, case, cache, output), layout=self.given.layout)
 
     def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
         if self.on_step is not None:

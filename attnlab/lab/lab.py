@@ -20,7 +20,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import runs_of, written_rows
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend, model
-from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput
+from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput, cell_steps
 from attnlab.kernels.control import run_backend
 from attnlab.lab.cache_write import (
     as_numbers,
@@ -72,14 +72,17 @@ class Lab:
       is the installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The
       batch, the cache and the comparison of such a Case are there, too.
+    - ``runner``: what runs every Case, whatever backend it names; None for the Case's backend.
     - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.
-    - ``on_step``: called with the name of each step of a run before it begins.
+    - ``on_step``: called with the name of each step of a run before it begins. None for a line in the cell
+      of a notebook, if the cell runs long, and nothing elsewhere.
     - ``on_notice``: called with a message before a run that will take minutes.
     """
 
     keep: int = 2
     source: Path | str | None = None
     device: str | None = None
+    runner: Backend | None = None
     is_native: bool | None = None
     on_step: OnStep | None = None
     on_notice: Callable[[str], None] = lambda text: None
@@ -91,8 +94,10 @@ class Lab:
 
     def backend(self, case: Case) -> Backend:
         """Return the Case's backend; raise InvalidCase for a user's function that cannot be loaded."""
-        make = lambda: find_backend(case.backend, self.source, self.device)  # noqa: E731
-        return self.shared.get("backend", case.backend, make)[0]
+        if self.runner is not None:
+            return self.runner
+        given = (case.backend, self.source, self.device)
+        return self.shared.get("backend", given, lambda: find_backend(*given))[0]
 
     def where(self, case: Case) -> str:
         """Return the device of the Case's tensors; raise Unavailable for a GPU that torch does not see."""
@@ -145,11 +150,14 @@ class Lab:
         kind = "lse" if with_lse else "reference"
         return self.shared.get(kind, (reference_key(case), where), make, in_file=where == "cpu")[0]
 
-    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
-        """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
+    def call(
+        self, case: Case, cache: PagedCache | None = None, output: torch.Tensor | None = None
+    ) -> KernelCall:
+        """Return the Case's call; ``cache`` replaces the Case's, and ``output`` a new output buffer."""
         where = self.where(case)
-        make = lambda: make_output(case, where)  # noqa: E731
-        output = self.shared.get("output", (output_key(case), where), make)[0].clone()
+        if output is None:
+            make = lambda: make_output(case, where)  # noqa: E731
+            output = self.shared.get("output", (output_key(case), where), make)[0].clone()
         batch = self.batch(case)
         new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
         return make_call(case, batch, cache or self.cache(case), output, new)
@@ -195,8 +203,10 @@ class Lab:
             violations=violations,
             seconds={step: s for step, s in seconds.items() if step not in shared},
             shared=shared,
-            call=call,
-            cache=cache,
+            output=(output := call.buffer),
+            provenance=cache.provenance,
+            make_call=(make_call := lambda: self.call(case, output=output)),
+            make_cache=lambda: self.cache(case),
             memory=self._memory(case, ran),
             launches=tuple(launch.text() for launch in ran.log.launches),
             wraps=tuple(wrap.text() for wrap in ran.log.wraps.values()),
@@ -207,7 +217,9 @@ class Lab:
             side_errors=wrong_sides,
             failed=isinstance(rejection, KernelFailed),
             compare_with_rounding=functools.cache(
-                lambda: self.errors(case.replace(atol=None, rtol=0.0), call, self.reference(case))
+                lambda: self.errors(
+                    case.replace(atol=None, rtol=0.0), make_call(), self.reference(case)
+                )
             ),
         )
 
@@ -292,9 +304,10 @@ class Lab:
         if backend.models_prefill and PREFILL in kernels:
             self._run_prefill(case, call, target)
             kernels = tuple(name for name in kernels if name != PREFILL)
-        options = dataclasses.replace(RunOptions.of(case), on_notice=self.on_notice)
-        if self.on_step is not None:
-            options = dataclasses.replace(options, on_step=self.on_step)
+        on_step = self.on_step or cell_steps()
+        options = dataclasses.replace(
+            RunOptions.of(case), on_notice=self.on_notice, on_step=on_step
+        )
         return run_backend(backend, call, target, kernels, options)
 
     def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:
@@ -323,8 +336,7 @@ class Lab:
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
         """Announce a step and record its time, even if it raises."""
-        if self.on_step is not None:
-            self.on_step(step)
+        (self.on_step or cell_steps())(step)
         start = time.perf_counter()
         try:
             yield

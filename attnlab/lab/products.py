@@ -7,10 +7,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
@@ -261,30 +262,36 @@ def _write(file: Path, product: object) -> None:
 
 # Products that the runs of a Lab share: the last few of each kind, by key.
 
+_KEPT_BYTES = 256 << 20  # of all products of a store; the newest of each kind is kept in any case
+
 
 @dataclass(slots=True)
 class SharedProducts:
-    """A store of products by kind and key; it keeps the ``keep`` last used of each kind.
+    """A store of products by kind and key; it keeps the ``keep`` last used of each kind, if they are small.
 
-    Threads may share it: one thread makes a product, and others that need the same one wait for it.
+    Of large products it keeps the newest of each kind. Any other is there as long as something else holds it,
+    such as a Result. Threads may share a store: one makes a product, and others that need it wait for it.
     ``folder``: where processes share products as files, None for no files.
     """
 
     keep: int
     folder: Path | None = field(default_factory=shared_folder)
-    _stores: dict[str, "OrderedDict[Hashable, Any]"] = field(default_factory=dict, repr=False)
+    _kept: "OrderedDict[tuple[str, Hashable], Any]" = field(default_factory=OrderedDict, repr=False)
+    _held: "WeakValueDictionary[tuple[str, Hashable], Any]" = field(
+        default_factory=WeakValueDictionary, repr=False
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _making: dict[Hashable, threading.RLock] = field(default_factory=dict, repr=False)
 
     def has(self, kind: str, key: Hashable) -> bool:
         """Return whether the product is there, in this process or in a file."""
-        if key in self._stores.get(kind, {}):
+        if (kind, key) in self._kept or (kind, key) in self._held:
             return True
         return self.folder is not None and product_file(self.folder, kind, key).is_file()
 
     def count(self, kind: str) -> int:
-        """Return how many products of a kind this process keeps."""
-        return len(self._stores.get(kind, {}))
+        """Return how many products of a kind this store keeps."""
+        return sum(one == kind for one, _ in self._kept)
 
     def get(
         self, kind: str, key: Hashable, make: Callable[[], T], *, in_file: bool = False
@@ -293,26 +300,60 @@ class SharedProducts:
 
         ``in_file``: processes may share this product.
         """
+        name = (kind, key)
         with self._lock:
-            store = self._stores.setdefault(kind, OrderedDict())
-            if key in store:
-                store.move_to_end(key)
-                return store[key], True
-            making = self._making.setdefault((kind, key), threading.RLock())
+            if (found := self._find(name)) is not None:
+                return found, True
+            making = self._making.setdefault(name, threading.RLock())
         with making:  # products are made from others, never in a circle, so no thread waits forever
             with self._lock:
-                if key in store:
-                    return store[key], True
-                while len(store) >= self.keep:
-                    store.popitem(last=False)
+                if (found := self._find(name)) is not None:
+                    return found, True
+                self._drop(kind, self.keep - 1)
             try:
                 if in_file and self.folder is not None:
                     product, was_there = from_file(product_file(self.folder, kind, key), make)
                 else:
                     product, was_there = make(), False
                 with self._lock:
-                    store[key] = product
+                    self._add(name, product)
             finally:
                 with self._lock:
-                    self._making.pop((kind, key), None)
+                    self._making.pop(name, None)
             return product, was_there
+
+    def _find(self, name: tuple[str, Hashable]) -> Any:
+        """Return a product, now the last used one, or None."""
+        product = self._kept.get(name)
+        if product is None and (product := self._held.get(name)) is not None:
+            self._drop(name[0], self.keep - 1)
+            self._add(name, product)
+        elif product is not None:
+            self._kept.move_to_end(name)
+        return product
+
+    def _add(self, name: tuple[str, Hashable], product: Any) -> None:
+        self._kept[name] = product
+        with suppress(TypeError):  # a tuple cannot be held
+            self._held[name] = product
+        kinds, total = set[str](), 0
+        for one in reversed([*self._kept]):
+            total += bytes_of(self._kept[one])
+            if total > _KEPT_BYTES and one[0] in kinds:
+                del self._kept[one]
+            kinds.add(one[0])
+
+    def _drop(self, kind: str, most: int) -> None:
+        """Keep at most so many products of a kind."""
+        names = [one for one in self._kept if one[0] == kind]
+        for one in names[: max(0, len(names) - most)]:
+            del self._kept[one]
+
+
+def bytes_of(product: Any) -> int:
+    """Return the bytes of the tensors of a product: a tensor, a tuple, or a dataclass with tensors."""
+    if isinstance(product, tuple):
+        return sum(map(bytes_of, product))
+    if is_dataclass(product):
+        return sum(bytes_of(getattr(product, one.name)) for one in fields(product))
+    return int(getattr(product, "nbytes", 0))

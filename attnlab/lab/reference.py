@@ -25,7 +25,7 @@ _SCORES = {"cpu": 3 << 17, "cuda": 1 << 28}
 _CPU_ROWS, _GPU_TOKENS = 128, 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Reference:
     """The right result of a Case.
 

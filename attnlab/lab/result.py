@@ -381,7 +381,9 @@ class Result(Shown):
     - ``violations``: where the call violates the contracts, found without running it.
     - ``seconds``: the time of each step, without the steps in ``shared``.
     - ``shared``: the steps whose products an earlier run of the same Lab had made.
-    - ``call``, ``cache``: what was run.
+    - ``output``: [num_tokens, num_heads, head_size]; see :class:`KernelCall`. ``provenance``: of the cache.
+    - ``make_call``, ``make_cache``: return what was run. A Lab has it, or makes it again with the same bits:
+      a cache may have gigabytes, so a Result does not hold it.
     - ``memory``: what the kernels read from the cache; None unless the Case has ``trace_reads``.
     - ``launches``: the kernels that Triton's interpreter launched, with their grids; ``wraps``: source lines
       with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
@@ -401,8 +403,10 @@ class Result(Shown):
     violations: Violations
     seconds: dict[str, float]
     shared: tuple[str, ...]
-    call: KernelCall
-    cache: PagedCache
+    output: torch.Tensor
+    provenance: Provenance
+    make_call: Callable[[], KernelCall] = field(repr=False)
+    make_cache: Callable[[], PagedCache] = field(repr=False)
     memory: MemoryReport | None = None
     launches: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
@@ -415,9 +419,14 @@ class Result(Shown):
     compare_with_rounding: Callable[[], ErrorMap] = field(repr=False)
 
     @property
-    def output(self) -> torch.Tensor:
-        """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
-        return self.call.buffer
+    def call(self) -> KernelCall:
+        """Return the call that was run, with its output."""
+        return self.make_call()
+
+    @property
+    def cache(self) -> PagedCache:
+        """Return the cache of the call."""
+        return self.make_cache()
 
     @property
     def recorded_call(self) -> KernelCall:
@@ -450,7 +459,7 @@ class Result(Shown):
     def slot_map(self) -> SlotMap:
         """Return who wrote each slot of the cache, and who reads it by the kernels' contracts."""
         contracts = self.decision.contracts(Target.of(self.case), self.call.op)
-        return slot_map(self.call, contracts, self.cache.provenance)
+        return slot_map(self.call, contracts, self.provenance)
 
     @property
     def side_outputs(self) -> tuple[str, ...]:
@@ -509,8 +518,8 @@ class Result(Shown):
         fields = dataclasses.asdict(place)
         if place.query_len == 1 and self.decision.decode is not None:
             position = self.case.lengths.seq_lens[place.seq] - 1
-            block, offset = self.cache.provenance.slot(place.seq, position)
-            written = int(self.cache.provenance.pos[block, offset]) == position
+            block, offset = self.provenance.slot(place.seq, position)
+            written = int(self.provenance.pos[block, offset]) == position
             newest = {"position": position, "block": block, "offset": offset, "written": written}
             fields["newest_slot"] = newest
         return fields

@@ -27,7 +27,7 @@ from attnlab.kernels.control import controlled
 from attnlab.kernels.run_call import for_call, run_call
 from attnlab.kernels.runner import Runner, one_backend, runners
 from attnlab.lab.cache_write import expected_write
-from attnlab.lab.call_lab import call_lab
+from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.problem import Problem, RowSlice
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
@@ -434,17 +434,16 @@ def _error(output: torch.Tensor, expected: Expected) -> Difference:
 # A call's run as a Result, with its errors and the reads.
 
 
-def traced_run(
+def lab_of_call(
     call: KernelCall, case: Case, given: Sequence[str], runner: Backend | None
-) -> Result | None:
-    """Run a call on its kernel with its reads traced; None without a kernel or a Case for the call."""
+) -> CallLab | None:
+    """Return the lab that runs a call on its kernel; None without a kernel or a Case for the call."""
     if runner is None:
         return None
     runner = for_call(call, runner)
     ran = where_to_run(call, runner, case, tuple(given))
     try:
-        lab = call_lab(call.cpu(), ran, runner)
-        return lab.run(lab.case.replace(trace_reads=runner.traces_reads))
+        return call_lab(call.cpu(), ran, runner)
     except AttnLabError:
         return None
 
@@ -462,10 +461,11 @@ def call_result(
     The arguments are those of :func:`attnlab.shrink_call`. Raises InvalidCall if no Case has the arguments
     of the call.
     """
-    found = traced_run(call, Case(**changes), tuple(changes), one_backend(source, backend, device))
-    if found is None:
+    runner = one_backend(source, backend, device)
+    lab = lab_of_call(call, Case(**changes), tuple(changes), runner)
+    if lab is None:
         raise InvalidCall("call must be one that a Case can have, run on a source or a backend")
-    return found
+    return lab.run(lab.case.replace(trace_reads=lab.runner.traces_reads))
 
 
 # The part of ``import attnlab`` that replays a saved call.

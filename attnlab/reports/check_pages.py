@@ -26,7 +26,6 @@ from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
-from attnlab.reports import shared_page
 from attnlab.reports.pages import render_page
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import XRay, key_columns, law_points
@@ -46,13 +45,6 @@ def check_packages() -> None:
         raise Unavailable(
             f"html needs the lab extra: pip install 'attnlab[lab]' ({error})"
         ) from error
-
-
-def xray_pictures(one: XRay) -> shared_page.Picture:
-    """Return the pictures of an X-ray for a page, light and dark."""
-    light, dark = (xray_picture(one, is_dark=is_dark) for is_dark in (False, True))
-    alt = "Measured, expected and different weights by row and key; measured against expected log weights"
-    return shared_page.themed_picture("Attention weights by row and key", alt, light, dark)
 
 
 def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: bool = True) -> str:

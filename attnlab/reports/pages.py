@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import write_text
+from attnlab.case.shown import STEP_MIME
 from attnlab.reports.notebook_result import POST_MORTEM_MIME, PostMortem, Results, Status, one_line
 from attnlab.show.notebook import (
     PROVENANCE_MIME,
@@ -204,6 +205,7 @@ _ELSEWHERE = {
     PROVENANCE_MIME,
     POST_MORTEM_MIME,
     VERDICTS_MIME,
+    STEP_MIME,
 }  # the page has these in its own places
 _EXPORTING = threading.Lock()  # an exporter keeps the folder of the notebook that it exports
 # Richest first. Types that need JavaScript are missing, so a page leaves them out.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,10 +20,12 @@ from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
 from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
+from attnlab.reports.close_up import TracedRun, close_up, weights_only
 from attnlab.reports.pages import render_page
 from attnlab.show.notebook import versions
 from attnlab.show.sheets import html, sheet_of
 from attnlab.show.sheets.sheet import Bar, Facts, Grid, Hidden, Lines, Link, Part, Value, Words
+from attnlab.weights.xray import XRay
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -81,6 +83,7 @@ class SharedPage:
     - ``source``: the faulty line; ``pictures``: the first is the most important.
     - ``sheet``: the noun as HTML; ``script``: the smallest reproduction, and why there is none, or "".
     - ``command``: runs it again; ``notes``: what people add: since, fix, owner, status.
+    - ``close_up``: what the page shows of a token and a head that is picked, or None.
     """
 
     kind: str
@@ -93,6 +96,7 @@ class SharedPage:
     sheet: str = ""
     script: tuple[str, str] = ("", "")
     notes: dict[str, str] = field(default_factory=dict)
+    close_up: dict[str, Any] | None = None
 
     def with_notes(self, notes: Mapping[str, str], old: Path | None) -> "SharedPage":
         """Return the page with notes, and with those of the file ``old``; an empty text removes one."""
@@ -143,22 +147,31 @@ def page_of(
     noun: Shown,
     command: str,
     *,
-    result: "Result | None" = None,
+    run: TracedRun | None = None,
     pictures: Sequence[Picture] = (),
     line: tuple[str, int] | None = None,
     script: tuple[str, str] = ("", ""),
 ) -> SharedPage:
     """Return the page of a noun.
 
-    ``result``: a run whose errors and reads are drawn; ``line``: the file and the number of the faulty line;
+    ``run``: a run whose errors and reads are drawn; ``line``: the file and the number of the faulty line;
     ``script``: the text of a reproduction, and why there is none.
     """
     sheet = sheet_of(noun)
     head = sheet.head.text if isinstance(sheet.head, Words) else str(sheet.head)
     texts = [part for part in sheet.parts if isinstance(part, Lines)]
     lines = [_text_of(cell) for part in texts for cell in part.lines] or _of_tables(sheet.parts)
-    drawn = (*pictures, *(() if result is None else pictures_of(result)))
-    common = {"kind": sheet.kind, "command": command, "sheet": html(noun), "script": script}
+    drawn = (*pictures, *(() if run is None else pictures_of(run.result)))
+    common: dict[str, Any] = {
+        "kind": sheet.kind,
+        "command": command,
+        "sheet": html(noun),
+        "script": script,
+    }
+    if isinstance(noun, XRay):
+        common["close_up"] = weights_only(noun)
+    elif run is not None:
+        common["close_up"] = close_up(run, getattr(noun, "xray", None))
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
     cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
@@ -172,7 +185,7 @@ def page_of(
         evidence=tuple(evidence),
         pictures=drawn,
         source=source,
-        **common,  # type: ignore[arg-type]
+        **common,
     )
 
 
@@ -201,7 +214,7 @@ def _text_of(value: Value) -> str:
 
 
 def _of_diagnosis(
-    one: "Diagnosis", pictures: tuple[Picture, ...], common: dict[str, object]
+    one: "Diagnosis", pictures: tuple[Picture, ...], common: dict[str, Any]
 ) -> SharedPage:
     """Return the page of a diagnosis: its cause, the evidence, and the candidates that are excluded."""
     cause, *evidence = one.sentences()
@@ -223,7 +236,7 @@ def _of_diagnosis(
         excluded=tuple(excluded),
         source=source,
         pictures=pictures,
-        **common,  # type: ignore[arg-type]
+        **common,
     )
 
 
@@ -240,6 +253,9 @@ def excerpt(file: str, line: int) -> Excerpt | None:
 # Pictures: a grid of cells as inline SVG. A cell has a CSS class, which gives its colours in light and dark,
 # and a title, which a browser shows as a tooltip. A wrong cell has a cross, so that colour is not needed.
 
+Square: TypeAlias = tuple[
+    str, str, str
+]  # CSS class, title, "row,head" of a cell that can be picked
 _STRANGE = (*EMPTY, *FOREIGN)  # a kernel may load such a slot and mask it; it must not use it
 
 
@@ -250,7 +266,7 @@ def pictures_of(result: "Result") -> tuple[Picture, ...]:
     errors = result.errors if result.errors.is_derived else result.compare_with_rounding()
     found = [error_picture(errors.lengths, errors.error, errors.mismatches > 0)]
     if result.memory is not None and result.memory.slots:
-        found.append(slot_picture(result.memory.slot_map(result.cache.provenance)))
+        found.append(slot_picture(result.memory.slot_map(result.provenance)))
     return tuple(found)
 
 
@@ -271,7 +287,8 @@ def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -
             error, is_wrong = float(errors[row, head]), bool(wrong[row, head])
             ran = error != -math.inf
             name = "idle" if not ran else "wrong" if is_wrong else "right"
-            line.append((name, f"sequence {seq}, token {token}, head {head}: error {error:.3g}"))
+            title = f"sequence {seq}, token {token}, head {head}: error {error:.3g}"
+            line.append((name, title, f"{row},{head}"))
         cells.append(line)
     of_rows, of_heads = int(wrong.any(1).sum()), int(wrong.any(0).sum())
     title = (
@@ -312,23 +329,23 @@ def _is_used(found: SlotMap, block: int) -> bool:
     return bool(found.is_read[block].any() or (found.provenance.seq[block] >= 0).any())
 
 
-def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> tuple[str, str]:
-    """Return the class and the title of a slot."""
+def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> Square:
+    """Return the square of a slot."""
     seq, pos = (int(one[block, slot]) for one in (found.provenance.seq, found.provenance.pos))
     owner = f"token {pos} of sequence {seq}" if seq >= 0 else "empty"
     place = f"block {block}, slot {slot}: {owner}"
     if not bool(found.is_read[block, slot]):
-        return ("right" if seq >= 0 else "idle"), f"{place}, not read"
+        return ("right" if seq >= 0 else "idle"), f"{place}, not read", ""
     state = STATES[int(found.states[block, slot])]
     text = f"{place}, read for sequence {int(found.reader_seq[block, slot])}: {state}"
-    return ("wrong" if bool(strange[block, slot]) else "read"), text
+    return ("wrong" if bool(strange[block, slot]) else "read"), text, ""
 
 
 def _legend(
-    names: dict[str, str], cells: Sequence[Sequence[tuple[str, str]]]
+    names: dict[str, str], cells: Sequence[Sequence[Square]]
 ) -> tuple[tuple[str, str], ...]:
     """Return the classes that occur, with their texts."""
-    found = {name for line in cells for name, _ in line}
+    found = {name for line in cells for name, *_ in line}
     return tuple((name, text) for name, text in names.items() if name in found)
 
 
@@ -342,7 +359,7 @@ def _left_out(shown: int, count: int, what: str) -> str:
     return "" if shown == count else f" ({shown} of {count} {what} are shown)"
 
 
-def _grid(labels: Sequence[str], cells: Sequence[Sequence[tuple[str, str]]], column: str) -> str:
+def _grid(labels: Sequence[str], cells: Sequence[Sequence[Square]], column: str) -> str:
     """Return a table of small SVG squares: a label for each row, a number for each column."""
     columns = len(cells[0]) if cells else 0
     width = columns * (_CELL + _GAP)
@@ -355,15 +372,16 @@ def _grid(labels: Sequence[str], cells: Sequence[Sequence[tuple[str, str]]], col
     return f'<table class="cells"><thead>{head}</thead><tbody>{rows}</tbody></table>'
 
 
-def _squares(line: Sequence[tuple[str, str]]) -> Iterator[str]:
-    for i, (name, title) in enumerate(line):
+def _squares(line: Sequence[Square]) -> Iterator[str]:
+    for i, (name, title, place) in enumerate(line):
         x, far = i * (_CELL + _GAP), _CELL - 4
         cross = (
             f'<path d="M{x + 4} 4L{x + far} {far}M{x + far} 4L{x + 4} {far}"/>'
             if name == "wrong"
             else ""
         )
+        at = f' data-at="{place}"' if place else ""
         yield (
-            f'<g class="{name}"><title>{escape(title)}</title>'
+            f'<g class="{name}"{at}><title>{escape(title)}</title>'
             f'<rect x="{x}" width="{_CELL}" height="{_CELL}" rx="2"/>{cross}</g>'
         )

@@ -117,7 +117,7 @@ _CHUNK = 1 << 22  # elements that one generator draws
 _PART = 1 << 18  # elements drawn at a time in float32: 1 MiB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False, repr=False)
 class Batch(Shown):
     """New tokens and context of several sequences.
 

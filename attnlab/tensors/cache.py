@@ -240,7 +240,7 @@ class Provenance(Shown):
         return int(self.block_table[seq, pos // block_size]), pos % block_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False, repr=False)
 class PagedCache(Shown):
     """A paged KV cache in the layout of vLLM's paged decode kernels.
 

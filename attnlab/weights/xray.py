@@ -267,6 +267,7 @@ class KeyColumns:
 
     measured: torch.Tensor
     expected: torch.Tensor
+    wrong: torch.Tensor
     rows: torch.Tensor
     seq: int
     head: int
@@ -311,15 +312,17 @@ def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> K
         column = torch.where(owners.seq == other, last + index, column)
     rest = (owners.seq == NONE) | ((owners.seq == seq) & ~own)  # the latter have no weight
     column = torch.where(rest, last + len(others), column)
-    measured, expected = (
+    off = ~((one.weights[rows, at] - one.expected[rows, at]).abs() <= one.bound[rows, at])
+    measured, expected, wrong = (
         torch.zeros(len(rows), last + len(others) + 1, dtype=torch.float64).index_add_(
-            1, column, weights[rows, at]
+            1, column, of
         )
-        for weights in (one.weights, one.expected)
+        for of in (one.weights[rows, at], one.expected[rows, at], off.double())
     )
     return KeyColumns(
         measured=measured,
         expected=expected,
+        wrong=wrong > 0,
         rows=setup.rows[rows],
         seq=seq,
         head=head,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -81,7 +82,7 @@ def _run_action(folder: Path, **inputs: str) -> tuple[int, dict[str, str], list[
     fake.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
         "open('argv.json', 'w').write(json.dumps(sys.argv[1:]))\n"
-        "for flag in ('--sarif', '--junit'):\n"
+        "for flag in ('--sarif', '--junit', '--markdown'):\n"
         "    if os.environ['CODE'] != '2':\n"
         "        open(sys.argv[sys.argv.index(flag) + 1], 'w').write('{}')\n"
         "sys.exit(int(os.environ['CODE']))\n"
@@ -141,6 +142,51 @@ def test_the_action_reports_the_exit_code(
     assert returned == expected
     assert outputs["exit-code"] == code
     assert Path(outputs["sarif"]).is_file() if code != "2" else "sarif" not in outputs
+
+
+GH = """#!{python}
+import json, os, subprocess, sys
+words, file = sys.argv[1:], "comments.json"
+comments = json.load(open(file))
+fields = dict(word.split("=", 1) for word in words if word.startswith("body="))
+if "--jq" in words:
+    assert words[1:3] == ["--paginate", "repos/o/r/issues/7/comments"]
+    query = words[words.index("--jq") + 1]
+    subprocess.run(["jq", query], input=json.dumps(comments), text=True, check=True)
+elif words[words.index("--method") + 1] == "POST":
+    assert "repos/o/r/issues/7/comments" in words
+    comments.append({{"id": 10 + len(comments), **fields}})
+else:
+    assert "repos/o/r/issues/comments/11" in words
+    comments[1] |= fields
+json.dump(comments, open(file, "w"))
+"""
+
+
+def test_the_action_posts_one_comment_and_updates_it(tmp_path: Path) -> None:
+    """A clean first run posts none; findings post one; a later run, clean or not, updates it."""
+    if shutil.which("jq") is None:
+        pytest.skip("jq is not installed, which stands for gh's own")
+    step = next(step for step in _action()["runs"]["steps"] if step["name"] == "Comment")
+    gh = tmp_path / "bin" / "gh"
+    gh.parent.mkdir()
+    gh.write_text(GH.format(python=sys.executable))
+    gh.chmod(0o755)
+    comments, text = tmp_path / "comments.json", tmp_path / "attnlab.md"
+    comments.write_text(
+        json.dumps([{"id": 10, "body": "by a person, about <!-- attnlab a.py:f -->"}])
+    )
+    places = {"COMMENTS": "repos/o/r/issues/7/comments", "EDIT": "repos/o/r/issues/comments"}
+    given = {**places, "FILE": str(text), "MARK": "<!-- attnlab a.py:f -->", "GH_TOKEN": "none"}
+    environment = {**os.environ, **given, "PATH": f"{gh.parent}:{os.environ['PATH']}"}
+    seen = []
+    for code, body in (("0", "clean"), ("1", "$(false) `x` **2 findings**"), ("0", "clean again")):
+        text.write_text(body + "\n")
+        command = ["bash", "-e", "-o", "pipefail", "-c", step["run"]]
+        subprocess.run(command, env={**environment, "CODE": code}, cwd=tmp_path, check=True)
+        seen.append([one["body"].split("\n")[-1] for one in json.loads(comments.read_text())[1:]])
+    assert seen == [[], ["$(false) `x` **2 findings**"], ["clean again"]]
+    assert json.loads(comments.read_text())[0]["body"].startswith("by a person")
 
 
 def test_the_action_declares_what_it_uses() -> None:

@@ -3,39 +3,12 @@
 from pathlib import Path
 
 import pytest
-from helpers.browser import offline_page
+from helpers.browser import FAINT, OVERHANG, offline_page
 
 pytestmark = pytest.mark.browser
 WIDTHS = {"a phone": 420, "a screen": 1280}
-# What sticks out of the page to the right: boxes wider than the window that no scroll bar of their own holds.
-OVERHANG = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 # A picture that did not load has no size.
 BROKEN = "() => [...document.images].filter(one => !one.complete || !one.naturalWidth).length"
-# Text whose colour is too near to what lies under it, by WCAG's ratio for text.
-FAINT = """() => {
-  const channels = text => (text.match(/[\\d.]+/g) || []).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
-    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const under = node => {
-    const layers = [];
-    for (let one = node; one; one = one.parentElement) layers.push(getComputedStyle(one).backgroundColor);
-    return layers.reverse().reduce((below, text) => {
-      const [r, g, b, a = 1] = channels(text);
-      return below.map((v, i) => v * (1 - a) + [r, g, b][i] * a);
-    }, [255, 255, 255]);
-  };
-  const found = new Set();
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !node.checkVisibility({opacityProperty: true})) continue;
-    if (node.closest("svg")) continue;
-    const [a, b] = [light(channels(getComputedStyle(node).color)), light(under(node))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 3) found.add(node.outerHTML.slice(0, 120));
-  }
-  return [...found];
-}"""
 
 
 def pages_of(small_run: Path) -> list[Path]:

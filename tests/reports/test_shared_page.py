@@ -8,6 +8,8 @@ import torch
 import attnlab
 from attnlab.cli.main import main
 from attnlab.contracts.slot_states import SlotState
+from attnlab.lab.lab import Lab
+from attnlab.reports.close_up import trace_run
 from attnlab.reports.shared_page import _MOST_LINES, error_picture, excerpt, page_of, slot_picture
 
 CASE = attnlab.Case(
@@ -21,7 +23,7 @@ def diagnosis() -> object:
 
 
 def test_the_page_states_cause_evidence_and_command(diagnosis: object, tmp_path: Path) -> None:
-    page = page_of(diagnosis, "attnlab diagnose --x '<1>'", result=attnlab.run(CASE))
+    page = page_of(diagnosis, "attnlab diagnose --x '<1>'", run=trace_run(Lab(), CASE))
     page.write(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert page.cause == diagnosis.sentences()[0]
@@ -38,7 +40,7 @@ def test_the_picture_marks_the_wrong_cells_alone() -> None:
     assert wrong > 0
     errors = result.compare_with_rounding()
     picture = error_picture(errors.lengths, errors.error, errors.mismatches > 0)
-    assert picture.svg.count('<g class="wrong">') == wrong
+    assert picture.svg.count('<g class="wrong"') == wrong
     assert picture.svg.count("<path") == wrong
     assert f"{wrong // 4} of 18 rows and 4 of 4 heads are wrong" in picture.title
 

@@ -37,7 +37,8 @@ class ProgramLog:
 
     - ``lines``: how often each line ran; ``steps``: pairs of lines of one function that ran one after the
       other, so that both outcomes of a branch differ.
-    - ``loads``, ``stores``: by line, the unique addresses (uint64) that were not masked off.
+    - ``loads``, ``stores``: by line, the unique addresses (uint64) that were not masked off. ``order``: the
+      lines of all loads, in order.
     - ``values``: as ``stores``, the value of each of these addresses; of several, the last.
     - ``operations``: of the interpreter; ``seconds``: of processor time.
     """
@@ -46,6 +47,7 @@ class ProgramLog:
     lines: dict[Line, int] = field(default_factory=dict)
     steps: set[tuple[Line, Line]] = field(default_factory=set)
     loads: dict[Line, list[Any]] = field(default_factory=dict)
+    order: list[Line] = field(default_factory=list)
     stores: dict[Line, list[Any]] = field(default_factory=dict)
     values: dict[Line, list[Any]] = field(default_factory=dict)
     operations: int = 0
@@ -73,6 +75,7 @@ class LaunchLog:
         live = np.unique(np.atleast_1d(addresses)[np.atleast_1d(mask)])
         if live.size:
             self.programs[-1].loads.setdefault(self._line, []).append(live)
+            self.programs[-1].order.append(self._line)
 
     def stored(self, addresses: Any, mask: Any, values: Any) -> None:
         """Record a store and its values; as :meth:`loaded`."""

@@ -5,13 +5,16 @@ compute with one call.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.case_panel import Panel
+from attnlab.show.panels.runners import Kernel, NotebookKernels, subject
 from attnlab.show.panels.texts import FACTS
 from attnlab.show.panels.views import VIEWS, XRAY
+from attnlab.tensors.call import KernelCall
 
 __all__ = ["Panel", "explorer", "panel"]
 
@@ -32,7 +35,35 @@ def panel(
     return Panel(case, knobs=knobs, views=views, lab=lab)
 
 
-def explorer(case: Case | None = None, *, lab: Lab | None = None) -> Panel:
-    """Return the panel with every field and every view."""
-    case = case if case is not None else Case()
-    return Panel(case, knobs=list(FIELDS), views=[*FACTS, *VIEWS, XRAY], lab=lab, is_explorer=True)
+def explorer(
+    what: Case | KernelCall | Path | str | None = None,
+    *,
+    kernel: Kernel | str | None = None,
+    source: Path | str | None = None,
+    against: Kernel | str | None = None,
+    lab: Lab | None = None,
+) -> Panel:
+    """Return the panel with every field and every view.
+
+    - ``what``: a Case, a saved call, or its file. Default: the Case of the test, or a small one for a kernel.
+    - ``kernel``: what runs it: a function of the notebook, as ``attnlab check`` takes it in a file, or a name
+      as in ``Case.backend``. When a cell defines the function anew, or a kernel that it calls, it runs again.
+    - ``source``: the vLLM whose kernels run. ``against``: a second runner, as ``kernel``; the panel has its
+      errors, too, and how far the two outputs are apart.
+    - ``lab``: shares the results that the notebook has already computed.
+
+    Raises InvalidCall or InvalidCase for a call that no Case can have.
+    """
+    kernels = NotebookKernels()
+    case, lab = subject(what, kernel, source, lab, kernels)
+    views = [*FACTS, *VIEWS, XRAY]
+    other = "" if against is None else kernels.add(against)
+    return Panel(
+        case,
+        knobs=list(FIELDS),
+        views=views,
+        lab=lab,
+        kernels=kernels,
+        against=other,
+        is_explorer=True,
+    )

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from html import escape
 from typing import Any
@@ -19,7 +20,8 @@ from attnlab.show.panels.boxes import CaseTextBox, XrayBox
 from attnlab.show.panels.controls import Control, Draft, check_knobs, groups, labelled, set_class
 from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Progress
 from attnlab.show.panels.rendering import Picture, Rendered
-from attnlab.show.panels.texts import PanelData, Selection, make_panel_data
+from attnlab.show.panels.runners import NotebookKernels, after_each_cell
+from attnlab.show.panels.texts import PanelData, Selection, compared, make_panel_data
 from attnlab.show.panels.views import VIEWS, XRAY, Frames, Pointer, check_views
 
 # The layout of a panel: which widget is where on the screen. The style sheet is panel.css.
@@ -98,10 +100,15 @@ def large(
             _box([reset, *left], "attnlab-left"),
             _box([texts["verdict"], status, pictures["error"]], "attnlab-middle"),
             _box(
-                [texts[name] for name in ("selection", "violations", "dispatch")], "attnlab-facts"
+                [
+                    texts["against"],
+                    pictures["other"],
+                    *(texts[name] for name in ("selection", "violations", "dispatch")),
+                ],
+                "attnlab-facts",
             ),
             _box(
-                [pictures["slots"], pictures["seqs"], pictures["mask"]],
+                [pictures[name] for name in ("difference", "slots", "seqs", "mask")],
                 "attnlab-plots attnlab-line",
             ),
         ],
@@ -171,11 +178,14 @@ class Panel:
         knobs: Sequence[str],
         views: Sequence[str],
         lab: Lab | None = None,
+        kernels: NotebookKernels | None = None,
+        against: str = "",
         is_explorer: bool = False,
     ) -> None:
         check_knobs(knobs)
         check_views([*texts.FACTS, *VIEWS, XRAY], views)
         self._is_explorer, self._lab = is_explorer, lab if lab is not None else Lab()
+        self._kernels, self.against = kernels or NotebookKernels(), against
         self._draft = self._first = Draft.of(case)
         self._is_showing_values = False  # if True, the events of the controls are ignored
         self._is_stale = self._is_dark = False
@@ -185,7 +195,7 @@ class Panel:
         self._frames = Frames()  # used by the worker's thread alone
         values = self._draft.values
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
-        names = ("verdict", *(name for name in texts.FACTS if name in views), "selection")
+        names = ("verdict", "against", *(n for n in texts.FACTS if n in views), "selection")
         self.texts = {name: ipw.HTML(tooltip="") for name in names}
         for name, text in self.texts.items():
             text.add_class("attnlab-fact").add_class(f"attnlab-fact-{name}")
@@ -195,16 +205,19 @@ class Panel:
         self.progress = Progress(self.cancel)
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
         self.case_text = CaseTextBox(self.put)
-        self.xray = XrayBox(lambda: self._lab, lambda: self.case) if XRAY in views else None
+        self.xray = XrayBox(self._lab_now, lambda: self.case) if XRAY in views else None
         self._source = inputs.source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
-        self._kernel = inputs.kernel_input()
+        self._kernel, self._other = inputs.kernel_input(), inputs.against_input(against)
         self._kernel.observe(self._on_kernel, "value")
+        self._other.observe(self._on_against, "value")
         self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
         self._reset.add_class("attnlab-reset").on_click(lambda button: self.reset())
         self._worker = LatestOnly(self._run, self._on_error)
         self._boxes: dict[str, Any] = {}
         self.widget = self._make_layout()
+        if self._kernels.functions:
+            after_each_cell(self.follow_cells)
         self._on_draft(self._draft)
 
     @property
@@ -300,7 +313,13 @@ class Panel:
         progress, boxes = self.progress.widget, [] if self.xray is None else [self.xray.widget]
         if not self._is_explorer:
             return small(self.controls, progress, self.texts, self.pictures, boxes)
-        extra = {_SOURCE_GROUP: {"source": self._source, "own_kernel": self._kernel}}
+        extra = {
+            _SOURCE_GROUP: {
+                "source": self._source,
+                "own_kernel": self._kernel,
+                "against": self._other,
+            }
+        }
         self._boxes = group_boxes(self.controls, extra)
         boxes += [*self._boxes.values(), self.case_text.widget]
         return large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
@@ -316,11 +335,24 @@ class Panel:
 
     def _on_source(self, change: Any) -> None:
         """Take the kernels from another vLLM, in a new Lab."""
-        self._lab = Lab(source=change["new"].strip() or None, device=self._lab.device)
+        self._lab = copy(self._lab)
+        self._lab.source = change["new"].strip() or None
         self._on_draft(self._draft)
 
     def _on_kernel(self, change: Any) -> None:
         self.set(backend=change["new"].strip() or "model")
+
+    def _lab_now(self) -> Lab:
+        return self._kernels.lab_of(self._lab, self.case)
+
+    def _on_against(self, change: Any) -> None:
+        self.against = change["new"].strip()
+        self._on_draft(self._draft)
+
+    def follow_cells(self, *_: Any) -> None:
+        """Run again if a cell of the notebook has defined a kernel of the panel anew."""
+        if self._kernels.changed():
+            self._on_draft(self._draft)
 
     def _on_theme(self, change: Any) -> None:
         """Render the pictures again if the page's theme is no longer that of the pictures."""
@@ -388,13 +420,16 @@ class Panel:
 
     def _run(self, case: Case, job: Job) -> None:
         on_step = self.progress.on_step_of(job)
-        data = make_panel_data(self._lab, case, on_step)
+        data = make_panel_data(self._kernels.lab_of(self._lab, case), case, on_step)
+        if self.against:
+            other = case.replace(backend=self.against)
+            data = compared(data, self._kernels.lab_of(self._lab, other), other, on_step)
         parts = [*self.pictures]
         parts.insert(1, _TEXTS)  # after the first picture: the verdict may need a rounding bound
         for i, part in enumerate(parts):
             on_step(PICTURES, i, len(parts))
             if part == _TEXTS:
-                job.publish(partial(self._show_texts, data, texts.result_html(data.result)))
+                job.publish(partial(self._show_texts, data, texts.result_html(data)))
             else:
                 rendered = VIEWS[part].render(data, self._frames, self._is_dark)
                 job.publish(partial(self._show_picture, part, rendered))

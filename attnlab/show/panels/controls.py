@@ -38,7 +38,8 @@ _DTYPES = {
 
 def sentence(text: str) -> str:
     """Return a help text as a sentence, with a capital letter unless it starts with a name."""
-    is_name = "_" in text.partition(" ")[0]
+    word = text.partition(" ")[0]
+    is_name = "_" in word or not word.islower()
     return (
         (text[:1] if is_name else text[:1].upper()) + text[1:] + ("" if text.endswith(".") else ".")
     )
@@ -373,9 +374,23 @@ def source_input(source: str) -> Any:
 
 def kernel_input() -> Any:
     """Return the input of a user's kernel, which becomes the value of the field backend."""
+    return _name_input(
+        "Your own kernel as backend: FILE.py:FUNCTION, or plugin:NAME for an entry point."
+    )
+
+
+def against_input(name: str) -> Any:
+    """Return the input of the second runner, with which the output is compared."""
+    return _name_input(
+        "A second backend to compare with: model, vllm, rocm or FILE.py:FUNCTION.", name
+    )
+
+
+def _name_input(tooltip: str, value: str = "") -> Any:
     return ipw.Text(
+        value=value,
         placeholder="FILE.py:FUNCTION",
-        tooltip="Your own kernel as backend: FILE.py:FUNCTION, or plugin:NAME for an entry point.",
+        tooltip=tooltip,
         continuous_update=False,
         layout={"width": "auto"},
     )

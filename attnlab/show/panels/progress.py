@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import ipywidgets as ipw
 
-from attnlab.kernels.backend import STEPS, OnStep
+from attnlab.kernels.backend import STEPS, OnStep, time_left
 
 # LatestOnly: a background worker that keeps only the newest request.
 
@@ -186,14 +186,18 @@ class Progress:
     def on_step_of(self, job: Job) -> OnStep:
         """Return the function to call before each step of a job; it raises Outdated if the job is."""
         last_shown, current = job.start + _DELAY_S - _INTERVAL_S, ("", None, None)
+        begun = job.start  # the current step
 
         def on_step(step: str, done: int | None = None, total: int | None = None) -> None:
-            nonlocal last_shown, current
+            nonlocal last_shown, current, begun
             job.check()
+            if step != current[0]:
+                begun = time.perf_counter()
             current = (step, done, total)  # type: ignore[assignment]
             if time.perf_counter() - last_shown >= _INTERVAL_S:
                 last_shown = time.perf_counter()
-                job.publish(lambda: self._show(step, done, total))
+                left = time_left(time.perf_counter() - begun, done, total)
+                job.publish(lambda: self._show(step, done, total, left))
 
         def show_long_step() -> None:
             """Show a step that takes longer than the delay and does not report in the meantime."""
@@ -206,12 +210,12 @@ class Progress:
         timer.start()
         return on_step
 
-    def _show(self, step: str, done: int | None, total: int | None) -> None:
+    def _show(self, step: str, done: int | None, total: int | None, left: str = "") -> None:
         for part in self._working:
             part.layout.display = ""
         self._bar.value = share_done(step, done, total, self._bar.value)
         count = "" if done is None or total is None else f": {done} of {total}"
-        self._show_text(f"{step}{count}", "working")
+        self._show_text(f"{step}{count}{left}", "working")
 
     def _show_text(self, text: str, state: str) -> None:
         self._text.value = f'<span data-state="{state}">{escape(text)}</span>'

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from attnlab.case.errors import AttnLabError
 from attnlab.contracts.slot_states import Slot, SlotMap
 from attnlab.kernels.backend import OnStep
 from attnlab.lab.cache_write import as_numbers, slot_order
+from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.sheets import html
@@ -30,6 +31,8 @@ class PanelData:
       writes the cache a row is a slot.
     - ``row_slots``: [rows], the slot of each row for such an op, else None.
     - ``slot_map``: the writer and the reader of each slot.
+    - ``other``: the same Case on another runner, or None; ``difference``: how far its output is from this
+      one, with the rounding bounds of both as tolerance; ``refusal``: why there is none, or "".
     """
 
     result: Result
@@ -37,6 +40,9 @@ class PanelData:
     expected: torch.Tensor | None
     row_slots: torch.Tensor | None
     slot_map: SlotMap
+    other: "PanelData | None" = None
+    difference: ErrorMap | None = None
+    refusal: str = ""
 
     @property
     def cache_of(self) -> int | None:
@@ -85,11 +91,40 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     if result.errors is not None:
         got, expected = result.output, lab.reference(case)
         if case.spec.writes_cache:
-            row_slots = slot_order(case, result.cache.provenance.block_table)
+            row_slots = slot_order(case, result.provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])
     return PanelData(
         result=result, got=got, expected=expected, row_slots=row_slots, slot_map=result.slot_map()
     )
+
+
+def compared(data: PanelData, lab: Lab, case: Case, on_step: OnStep) -> PanelData:
+    """Return the data with those of another runner: ``case`` in ``lab``, equal but for its backend."""
+    try:
+        other = make_panel_data(lab, case, on_step)
+    except AttnLabError as error:
+        return replace(data, refusal=str(error))
+    errors = data.result.errors
+    if data.got is None or other.got is None or errors is None:
+        return replace(data, other=other, refusal="there are not two outputs")
+    bound: torch.Tensor | float = 0.0
+    if data.row_slots is None:
+        bound = 2 * lab.bound(case, other.result.call)
+    wide = data.got.to(torch.promote_types(data.got.dtype, torch.float32))
+    apart = compare(other.got, wide, errors.lengths, bound, 0.0, errors.heads, errors.rows)
+    return replace(data, other=other, difference=apart)
+
+
+def against_html(data: PanelData) -> str:
+    """Return the verdict of the other runner, and how far the outputs are apart; "" without one."""
+    if data.other is None and not data.refusal:
+        return ""
+    parts = [] if data.other is None else [verdict_html(data.other.result)]
+    text = data.refusal
+    if data.difference is not None:
+        apart, most = data.difference.mismatched, data.difference.greatest_abs.value
+        text = f"{apart} of {data.difference.total} elements differ beyond rounding, by up to {most:.3g}"
+    return _block("attnlab-against", [*parts, f"<div><b>{escape(text)}</b></div>"])
 
 
 def select(data: PanelData, row: int, head: int) -> Selection:
@@ -160,10 +195,10 @@ FACTS: dict[str, Callable[[Result], str]] = {
 _COLOURS = {"match": "#2da44e", "mismatch": "#e5534b", "rejected": "#a475c9"}
 
 
-def result_html(result: Result) -> dict[str, str]:
-    """Return the verdict and the FACTS of a Result by name; may compute its rounding bound."""
-    facts = {name: fact(result) for name, fact in FACTS.items()}
-    return {"verdict": verdict_html(result), **facts}
+def result_html(data: PanelData) -> dict[str, str]:
+    """Return the texts of a panel but the selection, by name; may compute a rounding bound."""
+    facts = {name: fact(data.result) for name, fact in FACTS.items()}
+    return {"verdict": verdict_html(data.result), "against": against_html(data), **facts}
 
 
 def verdict_html(result: Result) -> str:

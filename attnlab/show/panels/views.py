@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import CAUSAL
 from attnlab.contracts.slot_states import NOT_READ, STATES
+from attnlab.lab.error_map import ErrorMap
 from attnlab.show.panels import texts
 from attnlab.show.panels.rendering import (
     AxesTransform,
@@ -308,8 +309,26 @@ class View:
 
 
 def _render_error(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
+    return _render_map(data, data.result.errors, frames, is_dark)
+
+
+def _render_other(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
+    return None if data.other is None else _render_error(data.other, frames, is_dark)
+
+
+def _render_difference(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
+    if data.difference is None:
+        return None
+    title = f"{data.difference.mismatched} elements of the two differ beyond rounding"
+    return _render_map(data, data.difference, frames, is_dark, title)
+
+
+def _render_map(
+    data: PanelData, errors: ErrorMap | None, frames: Frames, is_dark: bool, title: str = ""
+) -> Rendered | None:
+    """Render errors of the outputs of ``data``; None if there are none."""
     result = data.result
-    if result.errors is None:
+    if errors is None:
         return None
 
     def frame(ax: Axes) -> list[Artist]:
@@ -318,11 +337,10 @@ def _render_error(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | 
         return [ax.yaxis, bar.yaxis]
 
     def content(ax: Axes) -> None:
-        draw_errors(ax, errors, unwritten=unwritten, legend=_BELOW)
+        draw_errors(ax, errors, unwritten=unwritten, legend=_BELOW, title=title)
 
-    errors = result.errors
     num_seqs, num_heads = len(errors.lengths.query_lens), errors.error.shape[1]
-    unwritten = result.unwritten_rows() if data.row_slots is None else None
+    unwritten = result.unwritten_rows() if data.row_slots is None and not title else None
     size, margins = (520, 380), (105, 98, 66, 26)
     rect = axes_rect(size, margins)
     plot = FramedPlot(
@@ -334,13 +352,11 @@ def _render_error(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | 
         label=lambda ax: label_errors(ax, _color_bar(ax), errors, data.cache_of),
         content=content,
     )
-    return frames.render(plot, _error_cells(data), is_dark=is_dark)
+    return frames.render(plot, _error_cells(data, errors), is_dark=is_dark)
 
 
-def _error_cells(data: PanelData) -> Cells:
+def _error_cells(data: PanelData, errors: ErrorMap) -> Cells:
     """Return the text of each band of tokens, and the error of each head."""
-    errors = data.result.errors
-    assert errors is not None
     noun, column = ("token", "head") if data.cache_of is None else ("position", "KV head")
     rows = []
     for seq, length in enumerate(errors.lengths.query_lens):
@@ -474,6 +490,16 @@ VIEWS = {
             name="error",
             hint="Errors by token and head. Click, or move with the arrow keys, to select.",
             render=_render_error,
+        ),
+        View(
+            name="other",
+            hint="Errors of the other runner by token and head.",
+            render=_render_other,
+        ),
+        View(
+            name="difference",
+            hint="How far the outputs of the two runners are apart, by token and head.",
+            render=_render_difference,
         ),
         View(
             name="slots",

@@ -124,6 +124,7 @@ def test_a_tooltip_keeps_names_as_they_are() -> None:
     texts = "\n".join(tooltip_of(name) for name in FIELDS)
     assert "max_seq_len is None." in texts
     assert "Max_seq_len" not in texts
+    assert tooltip_of("release").startswith("vLLM release")
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,23 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers.panels import SMALL
 
 from attnlab.case.case import Case
-from attnlab.kernels.backend import STEPS
+from attnlab.kernels.backend import STEPS, CellSteps, time_left
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import panel
-from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Outdated, Progress, share_done
+from attnlab.show.panels.progress import (
+    PICTURES,
+    Job,
+    LatestOnly,
+    Outdated,
+    Progress,
+    share_done,
+)
 
 
 def test_cancel_keeps_the_old_results() -> None:
@@ -45,6 +53,37 @@ def test_cancel_keeps_the_old_results() -> None:
     assert view.progress._bar.layout.display == "none"
     stopped.set()
     assert view.show(stage="cast_after_cumsum").case == SMALL
+
+
+def test_the_time_left_is_that_of_the_step() -> None:
+    assert time_left(30.0, 3, 9) == ", about 60 s left"
+    assert [time_left(*of) for of in ((0.5, 3, 9), (30.0, 0, 9), (30.0, None, None))] == [""] * 3
+
+
+def test_a_long_cell_has_a_line_that_is_empty_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, now, events = list[str](), [0.0], {}
+
+    class Handle:
+        def update(self, data: dict[str, object], raw: bool) -> None:
+            shown.append(str(data["text/plain"]))
+
+    def display(data: dict[str, object], **_: object) -> Handle:
+        Handle().update(data, raw=True)
+        return Handle()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr("attnlab.kernels.backend.time.perf_counter", lambda: now[0])
+    steps = CellSteps(SimpleNamespace(events=SimpleNamespace(register=events.__setitem__)))
+    events["pre_run_cell"]()
+    for now[0], done in ((1.0, 1), (3.0, 2), (3.1, 3), (5.0, 4)):
+        steps("kernels", done, 8)
+    threading.Thread(target=steps, args=("of a panel", 1, 2)).start()
+    events["post_run_cell"]()
+    events["post_run_cell"]()
+    assert shown == ["kernels: 2 of 8, about 6 s left", "kernels: 4 of 8, about 4 s left", ""]
+    events["pre_run_cell"]()
+    steps("batch")
+    assert len(shown) == 3
 
 
 def test_a_long_step_is_shown() -> None:
