@@ -9,13 +9,14 @@ import pytest
 import torch
 from fault_injection import correct_run, plant
 from helpers.cases import hostile
+from helpers.claims import candidate
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import case_of
 from attnlab.cli.main import make_parser
 from attnlab.defects import DEFECTS
-from attnlab.diagnosis.candidates import Candidate, Confirmation, Scope, is_by_chance
+from attnlab.diagnosis.candidates import Confirmation, Scope, is_by_chance
 from attnlab.diagnosis.decision import select_cause
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import find_dependence
@@ -318,18 +319,11 @@ def test_a_diagnosis_is_strict_json_and_html():
     assert "query_start_loc_as_int32" in diagnosis._repr_html_()
 
 
-def candidate_with(**fields) -> Candidate:
-    """Return a candidate that explains an output, with ``fields``."""
-    numbers = {"predicted": 0.0, "observed": 0.0, "residual": 0.0, "ratio": 0.0}
-    texts = {"name": "scale_doubled", "text": "", "seen_in": (), "verdict": "explains"}
-    return Candidate(**{**numbers, **texts, "defect": DEFECTS["scale_doubled"], **fields})
-
-
 def test_a_better_fit_may_be_chance():
     """A tenth of the squares remains: not by chance in 100 directions, possible in 5."""
 
     def confirmation(squares: float, freedom: int) -> Confirmation:
-        return Confirmation(candidate=candidate_with(), squares=squares, freedom=freedom)
+        return Confirmation(candidate=candidate("scale_doubled"), squares=squares, freedom=freedom)
 
     assert not is_by_chance(confirmation(1.0, 100), confirmation(10.0, 100))
     assert is_by_chance(confirmation(1.0, 5), confirmation(10.0, 5))
@@ -339,9 +333,9 @@ def test_a_better_fit_may_be_chance():
 def test_the_selected_cause_is_linked_and_has_the_widest_scope():
     everywhere = Scope(rows="all", sequences=(0, 1))
     fitted = Scope(rows="sequences", sequences=(1,))
-    wide = candidate_with(name="wide", scope=everywhere, linked=("index_dtype",))
-    narrow = candidate_with(name="narrow", scope=fitted, linked=("unwritten_rows",))
-    unlinked = candidate_with(name="unlinked", scope=everywhere)
+    wide = candidate("scale_doubled", name="wide", scope=everywhere, linked=("index_dtype",))
+    narrow = candidate("scale_doubled", name="narrow", scope=fitted, linked=("unwritten_rows",))
+    unlinked = candidate("scale_doubled", name="unlinked", scope=everywhere)
     assert select_cause([]) is None
     assert select_cause([unlinked]) is None  # the output shows nothing of it
     shown = dataclasses.replace(unlinked, shown=1)

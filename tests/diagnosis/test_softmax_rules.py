@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.claims import candidate
 from helpers.faulty_labs import FaultyLab
 from helpers.split_attention import split_attention
 
 from attnlab.case.case import Case
-from attnlab.defects import DEFECTS
 from attnlab.defects.problem import all_rows, make_problem, scores_of, softmax
-from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -209,12 +208,9 @@ def test_with_sinks_the_loops_differ():
 def test_a_rule_names_the_others_that_nothing_separates():
     """Maxima that are all read from one part are those of parts that are not rescaled."""
     first, second = (
-        Candidate(
-            name=name, text=name, seen_in=(), verdict="explains", predicted=1.0, observed=1.0,
-            residual=0.0, ratio=0.0, defect=next(iter(DEFECTS.values())),
-        )
+        candidate("scale_doubled", name=name, text=name)
         for name in ("maxima are read at a wrong address", "parts are not rescaled")
-    )  # fmt: skip
+    )
     rule = ConfirmedRule(candidate=first, cases=3, others=(second,))
     diagnosis = Diagnosis(status="described", rule=rule)
     assert f"{first.text}, or {second.text}: no case separates them" in diagnosis.conclusion
