@@ -36,8 +36,9 @@ def test_a_correct_run_has_nothing_wrong():
     assert len(diagnosis.sentences()) == 1
 
 
-@pytest.mark.parametrize("output", ["recycled", "nan", "zeros"])
-@pytest.mark.parametrize("empty", ["zeros", "nan", "garbage"])
+@pytest.mark.parametrize(
+    ("output", "empty"), [("recycled", "zeros"), ("nan", "garbage"), ("zeros", "nan")]
+)
 def test_query_start_loc_is_found(output, empty):
     """One cause for five unwritten rows and one computed from another sequence."""
     diagnosis = diagnose(
@@ -53,8 +54,9 @@ def test_query_start_loc_is_found(output, empty):
         assert diagnosis.slot_dependent == [0]
 
 
-@pytest.mark.parametrize("platform", ["gfx942", "sm_90"])
-@pytest.mark.parametrize("empty", ["zeros", "nan", "garbage"])
+@pytest.mark.parametrize(
+    ("platform", "empty"), [("gfx942", "zeros"), ("sm_90", "nan"), ("gfx942", "garbage")]
+)
 def test_the_missing_token_is_found(platform, empty):
     """Reruns find the rows that read the unwritten slot."""
     diagnosis = diagnose(hostile(stage="cast_after_cumsum", empty_slots=empty, platform=platform))
@@ -161,8 +163,14 @@ def test_a_defect_in_one_kernel_alone_is_placed():
     assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("scale_doubled", "prefill")
 
 
-@pytest.mark.parametrize("op", ["unified_attention", "decode_attention_fwd"])
-@pytest.mark.parametrize("empty", ["zeros", "garbage", "nan"])
+@pytest.mark.parametrize(
+    ("op", "empty"),
+    [
+        ("unified_attention", "zeros"),
+        ("unified_attention", "nan"),
+        ("decode_attention_fwd", "garbage"),
+    ],
+)
 def test_ops_that_take_all_from_the_cache(op, empty):
     """They read every new token from the cache, so every missing one, not only the newest."""
     lens = {"query_lens": (1,) * 12} if op == "decode_attention_fwd" else {}
@@ -235,8 +243,14 @@ def count_calls(monkeypatch, function) -> list[object]:
     return calls
 
 
-@pytest.mark.parametrize("empty_slots", ["zeros", "garbage", "nan"])
-@pytest.mark.parametrize("stage", ["int32_before_cumsum", "cast_after_cumsum"])
+@pytest.mark.parametrize(
+    ("stage", "empty_slots"),
+    [
+        ("int32_before_cumsum", "zeros"),
+        ("int32_before_cumsum", "nan"),
+        ("cast_after_cumsum", "garbage"),
+    ],
+)
 def test_an_explained_case_builds_few_further_cases(monkeypatch, stage, empty_slots):
     """One batch; one cache for each content of the unwritten slots, which the reruns need; and the further
     cases, in which the explanation must hold."""
