@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.claims import REPAIR, candidate
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import EXAMPLE, SMALL, planted
+from helpers.triton_example import CASE, EXAMPLE, SMALL, planted
 
 from attnlab.case.case import Case
 from attnlab.diagnosis.candidates import Scope
@@ -34,24 +34,10 @@ from attnlab.tensors.cache import freed_blocks
 
 LIMIT = Limit(edits=400)
 TOOLS = Path(__file__).parents[2] / "tools"
-MERGE = Case(
-    op="merge_attn_states",
-    platform="sm_90",
-    backend="vllm",
-    op_argument="fp8_output",
-    num_heads=4,
-    num_queries_per_kv=2,
-    head_size=64,
-    block_size=16,
-    sm_scale=0.125,
-    query_lens=(1, 3, 3),
-    ctx_lens=(20, 37, 0),
-    fill="all_rows",
-    distribution="normal",
-    empty_slots="nan",
-    output_init="nan",
-    reference_dtype="float64",
-)
+MERGE = CASE.replace(
+    op="merge_attn_states", backend="vllm", op_argument="fp8_output", fill="all_rows",
+    head_size=64, sm_scale=0.125, query_lens=(1, 3, 3), ctx_lens=(20, 37, 0), num_blocks=None,
+)  # fmt: skip
 # Texts of 0.33.0's triton_merge_attn_states.py.
 LSE = ("                s_lse,\n", "                s_lse + 1,\n")
 COPY = (
