@@ -274,17 +274,6 @@ def test_an_ambiguous_case_builds_further_cases(monkeypatch):
     assert len(batches) > 1
 
 
-def test_without_the_planted_defect_nothing_is_named():
-    case, lab = hostile(empty_slots="garbage"), Lab()
-    problem, output = correct_run(lab, case)
-    for name in ("scale_doubled", "kv_head_modulo", "next_slot", "zero_key_counted"):
-        rest = [defect for defect in DEFECTS.values() if defect.name != name]
-        broken = plant(problem, output, DEFECTS[name], "all")
-        diagnosis = diagnose(case, broken, lab=lab, defects=rest)
-        assert diagnosis.status in ("described", "unexplained")
-        assert diagnosis.explanations == []
-
-
 def test_reruns_find_rows_that_depend_on_unwritten_memory():
     case = hostile(stage="int32_before_cumsum", empty_slots="zeros", output_init="zeros")
     lab = Lab()

@@ -131,8 +131,13 @@ def test_rows_written_to_one_row_are_described_by_the_missing_term():
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40)
     )
-    diagnosis = diagnose(case, lab=FaultyLab(spoil=writes_all_to_row_0))
+    lab, recycled = FaultyLab(spoil=writes_all_to_row_0), case.replace(output_init="recycled")
+    diagnosis = diagnose(case, lab=lab)
     assert "the term row × stride 0 is missing" in diagnosis.rule.text
+    # Each sequence has one row, so sequences that are written to sequence 0 give the same output.
+    captured = diagnose(recycled, lab.output(recycled), lab=Lab(), propose=False)
+    assert "folded_on_sequence_0" in [one.name for one in captured.explanations]
+    assert diagnosis.explanations == []
 
 
 def test_rows_written_with_the_stride_of_another_tensor():

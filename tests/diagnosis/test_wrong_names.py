@@ -19,7 +19,6 @@ from attnlab.diagnosis.reruns import second_case
 from attnlab.kernels.triton.run_log import Wrap
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_output
 
 
 def names(diagnosis: Diagnosis) -> list[str]:
@@ -217,22 +216,6 @@ def test_rows_that_see_no_key_under_a_defect_do_not_name_it():
     captured = diagnose(case, FaultyLab(spoil=spoil).output(case), lab=Lab(), propose=False)
     assert "newest_token_dropped" in names(captured)
     assert names(diagnose(case, lab=FaultyLab(spoil=spoil))) == []
-
-
-def test_rows_written_to_row_0_are_not_sequences_written_to_sequence_0():
-    """Each sequence has one row, so both faults give the same output."""
-    case = hostile(
-        op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40)
-    )
-
-    def spoil(one: Case, call: KernelCall) -> None:
-        call.output[0] = call.output[-1]
-        call.output[1:] = make_output(one)[1:]
-
-    recycled = case.replace(output_init="recycled")
-    captured = diagnose(recycled, FaultyLab(spoil=spoil).output(recycled), lab=Lab(), propose=False)
-    assert "folded_on_sequence_0" in names(captured)
-    assert "folded_on_sequence_0" not in names(diagnose(case, lab=FaultyLab(spoil=spoil)))
 
 
 def test_a_hypothesis_whose_bound_covers_the_error_explains_nothing():
