@@ -5,7 +5,8 @@
 - diagnose: the diagnosis of planted defects, of the same defects without them in the catalogue, and of
   correct runs.
 
-Exit codes: 0 measured, 2 bad input, 3 trials of diagnose without a verdict.
+The figures are printed as one JSON document. Exit codes: 0 measured, 2 bad input, 3 trials of diagnose
+without a verdict.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int
-from attnlab.cli.command import print_json, progress, show
+from attnlab.cli.command import print_json, progress
 from attnlab.cli.sharded import add_engine, run_sharded
 from attnlab.contracts.contract import TRITON_DECODE, Target
 from attnlab.kernels.binding import bind
@@ -39,7 +40,6 @@ from attnlab.lab.error_map import compare
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference, visible_flops
 from attnlab.lab.run import stage_table
-from attnlab.show.sheets.sheet import Grid, Lines, Row, Sheet, Value, Words
 from attnlab.tasks.store import ALL
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import addresses, make_cache, write_tokens
@@ -250,100 +250,6 @@ def _run_rocm(call: KernelCall, case: Case, source: Source, how: DeviceOptions) 
     rocm_source.run(dataclasses.replace(call), Target.of(case), source, how)
 
 
-# Sheets of the figures.
-
-
-def speed_sheet(figures: dict[str, Any]) -> Sheet:
-    """Return the speed and the peak memory of the lab, each with its yardstick."""
-    reference, fill = figures["reference"], figures["fill"]
-    rows: list[Row] = [
-        [
-            "reference, all heads",
-            f"{reference['seconds']:.2f}",
-            f"float32 matmul at {reference['matmul_gflops']:.0f} GFLOP/s",
-            f"{reference['share']:.0%} of its rate, causal operations only",
-        ],
-        [
-            "create and fill the cache",
-            f"{fill['seconds']:.3f}",
-            f"clone the cache: {fill['clone_seconds']:.3f} s",
-            f"{fill['share']:.0%} of its bandwidth",
-        ],
-        [
-            "write the tokens only",
-            f"{fill['tokens_seconds']:.3f}",
-            f"copy the same bytes: {fill['tokens_copy_seconds']:.3f} s",
-            f"{fill['tokens_share']:.0%} of its bandwidth",
-        ],
-        [
-            "create and fill the cache",
-            f"{fill['seconds']:.3f}",
-            f"loop over tokens and blocks: {fill['token_loop_seconds']:.2f} s",
-            f"{fill['times_faster']:.1f} times faster",
-        ],
-        ["table of stages", f"{figures['stage_table']['seconds']:.1f}", "", ""],
-    ]
-    peak = f"peak memory {figures['peak_memory_gib']:.2f} GiB"
-    columns = ["task", "seconds", "yardstick in the same run", "ratio"]
-    return _sheet("speed and memory of the lab", columns, rows, peak)
-
-
-def interpreter_sheet(figures: dict[str, Any]) -> Sheet:
-    """Return the time of the decode kernel under the interpreter, with and without the lab's launcher."""
-    stock = figures["stock_seconds"]
-    rows: list[Row] = [
-        [launcher, f"{figures[name]:.2f}", f"{stock / figures[name]:.1f}"]
-        for launcher, name in (
-            ("Triton's own", "stock_seconds"),
-            ("the lab's, 1 process", "one_process_seconds"),
-            (f"the lab's, {figures['processes']} processes", "seconds"),
-        )
-    ]
-    head = f"decode kernel at seed size, {figures['source']}"
-    error = f"largest error of the decode rows {figures['greatest_error']:.3g}"
-    return _sheet(head, ["launcher", "seconds", "times faster"], rows, error)
-
-
-def rocm_sheet(figures: dict[str, Any]) -> Sheet:
-    """Return the time of the decode kernel on the emulated device, plain and checked."""
-    names = ("first_s", "seconds", "all_cores_s", "checked_s", "times_slower", "greatest_error")
-    rows: list[Row] = [
-        [f"gqa {group}", *(f"{found[name]:.2g}" for name in names)]
-        for group, found in figures["by_gqa"].items()
-    ]
-    columns = ["GQA ratio", "first call", "1 core", f"{figures['threads']} threads"]
-    columns += ["checked", "times slower", "largest error"]
-    head = f"one decode of 930 tokens, 64 heads, {figures['source']} csrc/rocm; seconds"
-    return _sheet(head, columns, rows)
-
-
-def diagnosis_sheet(figures: dict[str, Any]) -> Sheet:
-    """Return how often the diagnosis of planted defects is right."""
-    named, without = figures["named"], figures["without"]
-    facts: dict[str, Value] = {
-        "visible planted defects": figures["trials"],
-        "distinguishable from all others": figures["distinguishable"],
-        "named first, of the distinguishable": f"{figures['top_1']:.1%}",
-        "false explanations": len(figures["false_explanations"]),
-        "answers": ", ".join(f"{name} {n}" for name, n in named.items()),
-        "answers without the planted defect in the catalogue": ", ".join(
-            f"{name} {n}" for name, n in without.items()
-        ),
-        "sound runs": figures["sound"],
-        "false alarms in sound runs": len(figures["alarms"]),
-        "seconds, median": f"{figures['median_seconds']:.2f}",
-        "seconds, maximum": f"{figures['most_seconds']:.2f}",
-    }
-    rows: list[Row] = [[name, Words(str(value))] for name, value in facts.items()]
-    return _sheet("diagnosis of planted defects", ["figure", "value"], rows)
-
-
-def _sheet(head: str, columns: list[str], rows: list[Row], note: str = "") -> Sheet:
-    lines = [Lines([Words(note)])] if note else []
-    table = Grid(columns, rows, most=len(rows))
-    return Sheet.of("Bench", head, table, *lines)
-
-
 # The command.
 
 
@@ -353,7 +259,6 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", choices=("speed", "diagnose"), default="speed")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     speed = parser.add_argument_group("speed")
     speed.add_argument(
         "--source", type=Path, metavar="PATH", help="the vLLM whose kernel is measured"
@@ -376,33 +281,27 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the figures; return the exit code."""
+    """Measure, and print the figures as one JSON document; return the exit code."""
     is_speed = args.what == "speed"
     of_other = ("engine", "out") if is_speed else ("source", "rocm")
     for name in of_other:
         if getattr(args, name):
             raise InvalidCase(f"{name} must not be given with {args.what}", field=name)
-    figures, make_sheet = (_speed if is_speed else _diagnose)(args)
-    if args.json:
-        print_json(figures)
-    else:
-        show(make_sheet(figures))
+    figures = (_speed if is_speed else _diagnose)(args)
+    print_json(figures)
     return 3 if figures.get("failed") else 0
 
 
-Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], Sheet]]
-
-
-def _speed(args: argparse.Namespace) -> Measured:
+def _speed(args: argparse.Namespace) -> dict[str, Any]:
     with progress("measuring") as on_step:
         if args.rocm:
-            return bench_rocm(args.source, on_step=on_step), rocm_sheet
+            return bench_rocm(args.source, on_step=on_step)
         if args.source is not None:
-            return bench_interpreter(args.source, on_step=on_step), interpreter_sheet
-        return bench(on_step=on_step), speed_sheet
+            return bench_interpreter(args.source, on_step=on_step)
+        return bench(on_step=on_step)
 
 
-def _diagnose(args: argparse.Namespace) -> Measured:
+def _diagnose(args: argparse.Namespace) -> dict[str, Any]:
     trials, seed = Int(1).check("trials", args.trials), Int(0).check("seed", args.seed)
     tasks = bench_diagnosis.diagnose_tasks(trials, trials)
     job = bench_diagnosis.DiagnoseJob(seed=seed)
@@ -410,7 +309,7 @@ def _diagnose(args: argparse.Namespace) -> Measured:
     outcomes, code = run_sharded("trials", job, tasks, header, ALL, args.out, args.engine)
     if code:
         sys.exit(code)
-    return bench_diagnosis.figures_of(tasks, outcomes, seed), diagnosis_sheet
+    return bench_diagnosis.figures_of(tasks, outcomes, seed)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -163,53 +163,37 @@ def pytest_command(args: argparse.Namespace) -> list[str]:
 
 
 def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
-    """Run ids through one Lab on the GPU; return seconds of each, by step, and the outcomes.
+    """Run ids as `attnlab matrix` does on the GPU; return seconds of each, by step, and the outcomes.
 
-    Batches are drawn in the background: the seconds of an id include only what it waits for its batch.
+    The seconds of an id include only what it waits for its batch, which is drawn in the background.
     """
     import torch
 
-    from attnlab.lab.lab import Lab, drawing_ahead
+    from attnlab.checker.matrix import KEEP, run_many
+    from attnlab.lab.lab import Lab
 
-    lab = Lab(source=source, device="cuda", keep=8)
+    lab = Lab(source=source, device="cuda", keep=KEEP)
     start = time.perf_counter()
-    matrix = {name: case_of(name) for name in in_order(ids)}
-    first = next(iter(matrix.values()))
+    names = {case_of(name): name for name in ids}
+    first = next(iter(names))
     lab.backend(first).check(first)
     torch.zeros(1, device="cuda")
     setup = time.perf_counter() - start
     cases, steps, outcomes = {}, dict[str, float](), dict[str, int]()
-    start = time.perf_counter()
-    with drawing_ahead(lab, list(matrix.values())) as coming:
-        for name, case in zip(matrix, coming, strict=True):
-            began = time.perf_counter()
-            result = lab.run(case)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-            greatest = result.errors.greatest_abs.value if result.errors else None
-            cases[name] = {
-                "seconds": seconds,
-                "verdict": result.verdict,
-                "greatest_error": greatest,
-            }
-            outcomes[result.status] = outcomes.get(result.status, 0) + 1
-            for step, s in result.seconds.items():
-                steps[step] = steps.get(step, 0.0) + s
+    began = start = time.perf_counter()
+    for result in run_many(list(names), lab=lab):
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        greatest = result.errors.greatest_abs.value if result.errors else None
+        verdict = {"verdict": result.verdict, "greatest_error": greatest}
+        cases[names[result.case]] = {"seconds": now - began, **verdict}
+        outcomes[result.status] = outcomes.get(result.status, 0) + 1
+        for step, seconds in result.seconds.items():
+            steps[step] = steps.get(step, 0.0) + seconds
+        began = time.perf_counter()
     wall = time.perf_counter() - start
-    return {
-        "cases": cases,
-        "totals": {
-            "by_step": steps,
-            "outcomes": outcomes,
-            "setup_seconds": setup,
-            "wall_seconds": wall,
-        },
-    }
-
-
-def in_order(ids: list[str]) -> list[str]:
-    """Return ids with those that share a batch together, the smallest batches first."""
-    return sorted(ids, key=lambda name: name.split("-")[::-1], reverse=True)
+    totals = {"by_step": steps, "outcomes": outcomes, "setup_seconds": setup, "wall_seconds": wall}
+    return {"cases": cases, "totals": totals}
 
 
 def case_of(name: str) -> Any:

@@ -6,9 +6,9 @@ python tools/real_faults.py --by-hand --source WHEEL --source WHEEL --out faults
 python tools/real_faults.py --source FOLDER --count 40 --faults new.json --limit-s 400 --out new.jsonl
 python tools/real_faults.py --summary faults.jsonl
 
-With --by-hand, the faults of tools/hand_faults.py are judged, in each source that has what they change. With
+With --by-hand, the faults of docs/hand-faults.json are judged, in each source that has what they change. With
 --faults, those of a JSON file are judged in addition to the drawn mutants: a list of objects with "name",
-"op", "functions" and "changes", as in tools/hand_faults.py. Without --seed, the seed is the time in seconds;
+"op", "functions" and "changes", as in docs/hand-faults.json. Without --seed, the seed is the time in seconds;
 it is printed and written. With --limit-s, no mutant begins after so many seconds.
 
 With --except-seed and --except-file, a draw leaves out the mutants and faults by hand of earlier draws, on

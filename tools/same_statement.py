@@ -3,7 +3,7 @@
 python tools/same_statement.py --source FOLDER --count 60 --catalogue 40 --seed 7 --out statements.jsonl
 python tools/same_statement.py --summary statements.jsonl
 
-Faults are planted in two ways: edits of vLLM's Triton sources (those of tools/hand_faults.py, and mutants of
+Faults are planted in two ways: edits of vLLM's Triton sources (those of docs/hand-faults.json, and mutants of
 tools/source_mutation.py), and defects of the catalogue in a kernel of one's own. For each, the first
 hostile or random case is taken whose output is wrong, and right without the fault. It is diagnosed as a Case,
 then saved as `attnlab run --save-call` saves it, loaded, and diagnosed with the kernel as its runner. The

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.examples import examples
 from helpers.strategies import cases
 from hypothesis import given, settings
 
@@ -170,7 +171,7 @@ def test_names_that_are_no_strings_are_no_fields():
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_json_round_trip(case):
     """A Case read back from its JSON is equal and has the same hash."""
     again = Case.from_json(case.to_json())
@@ -180,7 +181,7 @@ def test_json_round_trip(case):
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_command_line_round_trip(case):
     """``to_cli`` names every change once, and parsing the words gives the same Case."""
     program, verb, *words = shlex.split(case.to_cli())

@@ -5,6 +5,7 @@ import pytest
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS, RELEASES, TRITON_OPS, Op
+from attnlab.contracts.contract import Target, contract
 
 LENS = {"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16}
 
@@ -22,6 +23,9 @@ def test_each_op_has_a_case_and_a_description(name):
     assert op.name == name
     assert len(op.summary.split()) > 4
     assert case_of(op).spec is op
+    for feature in ("sinks", "softcap"):
+        is_passed = getattr(contract(name, Target(), name), feature) != "none"
+        assert is_passed == (getattr(op, feature) is not None)
 
 
 def test_the_folder_of_the_ops_depends_on_the_release():

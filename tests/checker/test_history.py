@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.plugins import RIGHT, checked, planted
 from helpers.sources import needs_triton
+from helpers.triton_example import CASE
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
@@ -25,22 +26,8 @@ from attnlab.tensors.case_call import flash, presented, strided
 
 pytestmark = needs_triton
 
-SMALL = Case(
-    op="unified_attention",
-    platform="sm_90",
-    num_heads=4,
-    num_queries_per_kv=2,
-    head_size=32,
-    block_size=16,
-    sm_scale=0.125,
-    query_lens=(1, 34, 2),
-    ctx_lens=(79, 62, 126),
-    fill="all_rows",
-    distribution="normal",
-    empty_slots="nan",
-    output_init="nan",
-    reference_dtype="float64",
-)
+LENS = {"query_lens": (1, 34, 2), "ctx_lens": (79, 62, 126), "num_blocks": None}
+SMALL = CASE.replace(sm_scale=0.125, fill="all_rows", **LENS)
 WINDOW = SMALL.replace(sliding_window=20, freed="empty")  # no tail within a block
 LOW = SMALL.replace(
     sliding_window=3,

@@ -17,11 +17,19 @@ DOUBLED = KnownFinding(**FIELDS, diagnosis="scale_doubled")
 OTHER = KnownFinding(**FIELDS, diagnosis="sink_ignored")
 
 
-@pytest.fixture
-def plan(tmp_path):
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
     """Return the plan of a kernel with a doubled scale."""
-    backend = planted(tmp_path, RIGHT.replace("* scale", "* 2 * scale"))
+    backend = planted(tmp_path_factory.mktemp("k"), RIGHT.replace("* scale", "* 2 * scale"))
     return Plan(backend=backend, ops=backend.ops, cases=1)
+
+
+@pytest.fixture(scope="module")
+def store(plan, tmp_path_factory):
+    """Return a store in which the check has run, so that each report is made of its outcomes."""
+    out = tmp_path_factory.mktemp("known") / "store"
+    check_library(plan, out=out)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -35,8 +43,8 @@ def plan(tmp_path):
         ([KnownFinding(**{**FIELDS, "op": "merge_attn_states"}), DOUBLED], 0, 1, 0),
     ],
 )
-def test_exit_codes(plan, known, code, shown, missing):
-    report = check_library(plan, known=known)
+def test_exit_codes(plan, store, known, code, shown, missing):
+    report = check_library(plan, out=store, known=known)
     assert report.exit_code == code
     assert (len(report.known), len(report.missing)) == (shown, missing)
     assert len(report.findings) == 1

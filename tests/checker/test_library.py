@@ -116,14 +116,6 @@ def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
     assert {one.kind for one in report.findings} == {"reads_unwritten_slots"}
 
 
-def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
-    """The check continues after the process of a kernel has ended."""
-    end = "ctypes.CDLL(None)._exit(1)"  # os._exit is a failure of the kernel, and ends no process
-    backend = planted(tmp_path, f"import ctypes\ndef my_attention(call): {end}\n")
-    report = checked_by_workers(backend, cases=3)
-    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
-
-
 @pytest.mark.slow
 def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     tmp_path: Path,
@@ -209,26 +201,6 @@ def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert set(finding) >= {"op", "kind", "case", "evidence", "diagnosis"}
     assert finding["kind"] in KINDS
     assert Case.from_dict(finding["case"]).to_cli() == finding["run"]
-    assert main(["check", f"{tmp_path}/k.py:my_attention", "--cases", "3"]) == 1
-    assert "wrong_output" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nothing.py:f"], "FILE.py:FUNCTION of a file that exists"),
-        (["--cases", "0"], "cases must be"),
-        (["--platform", "gfx1"], "platform must be one of"),
-        (["--release", "1.0"], "release must be one of"),
-        (["--source", "a", "--installed"], "must not be given together"),
-    ],
-)
-def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names the argument; exit 2."""
-    assert main(["check", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

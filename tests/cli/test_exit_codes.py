@@ -1,5 +1,6 @@
 """Every OSError is one line and exit code 2; exit code 1 never comes from an error."""
 
+import io
 import os
 import stat
 import subprocess
@@ -25,8 +26,15 @@ def closed_pipe():
     return writer
 
 
-@pytest.mark.parametrize("argv", [["explain"], ["explain", "--json"], ["--help"], []])
-@pytest.mark.parametrize("end", ["full", "closed"])
+@pytest.mark.parametrize(
+    ("argv", "end"),
+    [
+        (["explain"], "full"),
+        (["explain", "--json"], "closed"),
+        (["--help"], "full"),
+        ([], "closed"),
+    ],
+)
 def test_output_that_cannot_be_written(argv, end):
     writer = closed_pipe() if end == "closed" else os.open("/dev/full", os.O_WRONLY)
     try:
@@ -48,13 +56,12 @@ def test_a_closed_standard_output():
 
 
 @pytest.mark.parametrize("cache", ["/proc", "/dev/null", "a file"])
-def test_a_cache_that_cannot_be_used(tmp_path, cache):
+def test_a_cache_that_cannot_be_used(capsys, monkeypatch, tmp_path, cache):
     if cache == "a file":
         (tmp_path / "file").write_text("")
         cache = str(tmp_path / "file")
-    environment = {**os.environ, "ATTNLAB_CACHE": cache}
-    code, error = run(["fetch", "0.33.0"], stdout=subprocess.DEVNULL, env=environment)
-    assert (code, error.count("\n")) == (2, 1), error
+    monkeypatch.setenv("ATTNLAB_CACHE", cache)
+    error = error_line(capsys, ["fetch", "0.33.0"])
     assert error.startswith(f"attnlab: the cache folder {cache}"), error
 
 
@@ -63,14 +70,11 @@ def test_a_folder_as_input(capsys, tmp_path):
         assert str(tmp_path) in error_line(capsys, [*flags, str(tmp_path)])
 
 
-def test_standard_input_that_is_no_text(tmp_path):
-    file = tmp_path / "bytes"
-    file.write_bytes(b"\xff\xfe\x80")
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+def test_standard_input_that_is_no_text(capsys, monkeypatch):
     for argv in (["explain", "--case", "-"], ["decode-error"]):
-        with file.open("rb") as stdin:
-            code, error = run(argv, stdin=stdin, stdout=subprocess.DEVNULL, env=strict)
-        assert (code, error.count("\n")) == (2, 1), error
+        text = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x80"), encoding="utf-8", errors="strict")
+        monkeypatch.setattr("sys.stdin", text)
+        error = error_line(capsys, argv)
         assert error.startswith("attnlab: standard input must be a readable text file")
 
 

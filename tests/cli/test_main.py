@@ -121,18 +121,6 @@ def test_every_argument_has_a_help(command):
     assert [action.dest for action in actions if not action.help] == []
 
 
-def test_without_a_command_the_help_is_printed(capsys):
-    assert main([]) == 0
-    text = capsys.readouterr().out
-    assert all(command.name in text for command in COMMANDS)
-
-
-def test_python_m_attnlab():
-    argv = [sys.executable, "-m", "attnlab", "explain", "--head-size", "0"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
 def planted(error):
     """Return a command that raises an error."""
 

@@ -25,18 +25,10 @@ from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.case_call import presented
 
 FAULTY = Path(faulty_attention.__file__)
-CASE = attnlab.Case(
-    op="context_attention_fwd",
-    platform="sm_90",
-    num_heads=4,
-    num_queries_per_kv=2,
-    head_size=32,
-    block_size=16,
-    query_lens=(20, 1, 40),
-    ctx_lens=(33, 60, 128),
-    distribution="normal",
-    empty_slots="nan",
-)
+LENS = {"query_lens": (20, 1, 40), "ctx_lens": (33, 60, 128)}
+SIZES = {"num_heads": 4, "num_queries_per_kv": 2, "head_size": 32, "block_size": 16}
+DATA = {"distribution": "normal", "empty_slots": "nan", "platform": "sm_90"}
+CASE = attnlab.Case(op="context_attention_fwd", **LENS, **SIZES, **DATA)
 
 
 def saved(case: attnlab.Case, lab: Lab, folder: Path) -> KernelCall:

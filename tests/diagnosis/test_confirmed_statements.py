@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab, run_models
 
 from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD
-from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.access_check import with_accesses
@@ -23,13 +22,10 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_leak
 from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.search import find_rule
-from attnlab.kernels import model
-from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.binding import scratch
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.lab.result import MemoryReport, Result, SlotsRead
-from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
 
 SMALL = {"num_heads": 4, "head_size": 32, "platform": "sm_90"}
@@ -39,16 +35,9 @@ TRACED = MIXED.replace(backend="vllm")
 Spoil = Callable[[Case, torch.Tensor], None]
 
 
-@dataclasses.dataclass(slots=True)
-class Spoiled(Lab):
-    """A lab whose outputs are changed."""
-
-    spoil: Spoil = lambda case, output: None
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        model.run(call, Target.of(case), decide(case).kernels)
-        self.spoil(case, call.output)
-        return RunOutput()
+def spoiled(spoil: Spoil) -> FaultyLab:
+    """Return a lab whose outputs are changed."""
+    return FaultyLab(spoil=lambda case, call: spoil(case, call.output))
 
 
 def is_decode(case: Case) -> bool:
@@ -75,7 +64,7 @@ def nan_from_freed_blocks(case: Case, output: torch.Tensor) -> None:
 )
 def test_a_leak_is_stated_if_finite_numbers_make_all_outputs_right(spoil, is_leak):
     case = MIXED.replace(sliding_window=9, freed="empty")
-    found = confirmed_leak(Lab(), case, Spoiled(spoil=spoil).output, only_nan=True)
+    found = confirmed_leak(Lab(), case, spoiled(spoil).output, only_nan=True)
     assert (found is not None) == is_leak
     assert found is None or found.cases > 2
 
@@ -93,9 +82,9 @@ def test_slots_without_a_token_that_count_are_stated():
             output[1] = 5.0
 
     case = DECODES.replace(empty_slots="nan")
-    found = diagnose(case, lab=Spoiled(spoil=counted), limit=None, propose=False)
+    found = diagnose(case, lab=spoiled(counted), limit=None, propose=False)
     assert "slots that hold no token count" in found.conclusion
-    lab = Spoiled(spoil=with_another)
+    lab = spoiled(with_another)
     assert confirmed_leak(Lab(), case, lab.output, only_nan=False) is None
 
 
@@ -116,7 +105,7 @@ def test_a_name_of_a_leak_must_hold_in_further_cases():
             output[:] = torch.nan
 
     case = DECODES.replace(empty_slots="nan")
-    lab = Spoiled(spoil=leaks)
+    lab = spoiled(leaks)
     alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
     assert "tail_leaked" in [one.name for one in alone.explanations]
     again = diagnose(case, lab=lab, limit=None, propose=False)
@@ -141,7 +130,7 @@ def test_features_are_stated_if_outputs_without_them_are_right(is_spoilt, featur
             output *= 2
 
     case = MIXED.replace(sliding_window=9, alibi=True)
-    found = confirmed_features(Spoiled(spoil=spoil), case)
+    found = confirmed_features(spoiled(spoil), case)
     assert (None if found is None else found.features) == features
     assert found is None or found.cases > 7
 
@@ -153,7 +142,7 @@ def test_features_are_judged_by_fresh_cases(monkeypatch):
     def spoil(case: Case, output: torch.Tensor) -> None:
         output *= 2 if case.sliding_window else 1
 
-    lab, case = Spoiled(spoil=spoil), MIXED.replace(sliding_window=9, alibi=True)
+    lab, case = spoiled(spoil), MIXED.replace(sliding_window=9, alibi=True)
     claims = [
         FeatureClaim(features=(noun,), cases=5) for noun in ("a sliding window", "ALiBi slopes")
     ]
@@ -172,7 +161,7 @@ def test_multiples_of_the_correct_output_are_stated_if_further_outputs_are_such(
         if case.lengths != MIXED.lengths and not is_general:
             output[:, 1] += 1.0
 
-    lab = Spoiled(spoil=spoil)
+    lab = spoiled(spoil)
     case = MIXED.replace(empty_slots="zeros", output_init="zeros")
     claim = confirmed_claim(Lab(), case, examine(Lab(), case, lab.output(case), ()), lab.output)
     assert ("multiples of the correct output" in (claim.text if claim else "")) == is_general
@@ -186,7 +175,7 @@ def read(seq: int, state: SlotState) -> SlotsRead:
 
 def accesses(slots: Callable[[Case], tuple[SlotsRead, ...]], spoil: Spoil) -> tuple[str, ...]:
     """Return the accesses that describe an output with these reads."""
-    lab = Spoiled(spoil=spoil)
+    lab = spoiled(spoil)
     first = examine(Lab(), TRACED, lab.output(TRACED), ()).diagnosis
     first = dataclasses.replace(first, status="unexplained")
 
@@ -255,37 +244,24 @@ def test_a_rule_of_decodes_may_fail_for_other_batches():
             call = Lab().call(case)
             heads = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
             wrong = dataclasses.replace(call, query=call.query[:, heads].clone(), output=output)
-            model.run(wrong, Target.of(case), decide(case).kernels)
+            run_models(case, wrong)
         else:
             output += 1.0
 
-    found = find_rule(Lab(), DECODES, Spoiled(spoil=spoil).output)
+    found = find_rule(Lab(), DECODES, spoiled(spoil).output)
     assert found is not None
     assert found.only_decodes
 
 
-@dataclasses.dataclass(slots=True)
-class WideWindow(Lab):
-    """A lab whose window is too wide by one key, except in batches of decodes if ``right_decodes``."""
-
-    right_decodes: bool = True
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        wrong = not (self.right_decodes and is_decode(case))
-        window = call.sliding_window + wrong
-        changed = dataclasses.replace(call, sliding_window=window)
-        model.run(changed, Target.of(case), decide(case).kernels)
-        return RunOutput()
-
-
 def test_right_batches_of_decodes_alone_do_not_refute_a_name():
     """Releases before 0.33.0 compute them with another kernel than batches with prefills."""
-    case, lab = MIXED.replace(sliding_window=8), WideWindow()
+    lab = FaultyLab(
+        change=lambda one, call: {"sliding_window": call.sliding_window + (not is_decode(one))}
+    )
+    case = MIXED.replace(sliding_window=8)
     first = examine(Lab(), case, lab.output(case), DEFECTS.values()).diagnosis
     assert [one.name for one in first.explanations] == ["window_plus_one"]
     diagnosis = with_second_cases(Lab(), case, lab.output, first)
     assert [one.name for one in diagnosis.explanations] == ["window_plus_one"]
-    wrong = Spoiled(
-        spoil=lambda one, output: output.mul_(1.0 if one.lengths != case.lengths else 2.0)
-    )
+    wrong = spoiled(lambda one, output: output.mul_(1.0 if one.lengths != case.lengths else 2.0))
     assert not with_second_cases(Lab(), case, wrong.output, first).explanations

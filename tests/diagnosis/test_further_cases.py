@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
@@ -20,7 +21,6 @@ from attnlab.diagnosis.reruns import further_cases, second_cases
 from attnlab.diagnosis.rules.outputs import wrong_addresses
 from attnlab.diagnosis.rules.rule import NO_CONTEXT
 from attnlab.diagnosis.side_claim import _laws
-from attnlab.kernels import model
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
@@ -33,19 +33,8 @@ DECODES = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), 
 MIXED = hostile(op="unified_attention", query_lens=(1, 5), ctx_lens=(20, 18), **SMALL)
 
 
-@dataclasses.dataclass(slots=True)
-class Spoiled(Lab):
-    """A lab whose outputs are changed; ``scale`` multiplies the scale of the scores."""
-
-    spoil: Callable[[Case, torch.Tensor], None] = lambda case, output: None
-    scale: Callable[[Case], float] = lambda case: 1.0
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        right = call.sm_scale or call.query.shape[2] ** -0.5
-        wrong = dataclasses.replace(call, sm_scale=right * self.scale(case))
-        model.run(wrong, Target.of(case), decide(case).kernels)
-        self.spoil(case, call.output)
-        return RunOutput()
+def scaled(call: KernelCall, factor: float) -> dict[str, object]:
+    return {"sm_scale": factor * (call.sm_scale or call.query.shape[2] ** -0.5)}
 
 
 class HalvedHeads(Lab):
@@ -69,8 +58,8 @@ class ScaledBackend(ModelBackend):
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
     ) -> RunOutput:
         """Run the models with the changed call, into the same output."""
-        scale = 1.3 * (call.sm_scale or call.query.shape[2] ** -0.5)
-        return super().run(dataclasses.replace(call, sm_scale=scale), target, kernels, options)
+        wrong = dataclasses.replace(call, **scaled(call, 1.3))
+        return super().run(wrong, target, kernels, options)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +69,7 @@ class ScaledBackend(ModelBackend):
 def test_a_name_that_decodes_alone_show_says_so(op, is_of_decodes):
     """Another kernel of the op computes prefills, so no further case shows what it does."""
     case = hostile(op=op, query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
-    lab = Spoiled(scale=lambda case: 2.0)
+    lab = FaultyLab(change=lambda case, call: scaled(call, 2.0))
     alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
     found = with_second_cases(Lab(), case, lab.output, alone)
     assert found.cause.name == "scale_doubled"
@@ -105,7 +94,7 @@ def ones_in_head_1(case: Case, output: torch.Tensor) -> None:
 
 def claim_of(case: Case, spoil: Callable[[Case, torch.Tensor], None]) -> str | None:
     """Return the pattern that further cases confirm, in words."""
-    lab = Spoiled(spoil=spoil)
+    lab = FaultyLab(spoil=lambda case, call: spoil(case, call.output))
     first = examine(Lab(), case, lab.output(case), ())
     claim = confirmed_claim(Lab(), case, first, lab.output)
     return None if claim is None else claim.text
@@ -163,7 +152,8 @@ def test_further_cases_have_more_lengths():
 
 def with_lines(recurs: Callable[[Case], bool]) -> Diagnosis:
     """Return a diagnosis whose run had a bad access in line 3, which recurs in some cases."""
-    lab, bad = Spoiled(spoil=ones_in_head_1), ("k.py:3 reads 4 bytes before Q",)
+    lab = FaultyLab(spoil=lambda case, call: ones_in_head_1(case, call.output))
+    bad = ("k.py:3 reads 4 bytes before Q",)
     first = examine(Lab(), MIXED, lab.output(MIXED), ()).diagnosis
     first = dataclasses.replace(first, status="unexplained", outside=bad)
     return with_bad_lines(
@@ -191,7 +181,8 @@ def test_a_bad_access_that_does_not_recur_is_data_without_a_sentence():
     ("again", "is_confirmed"), [(1.3, True), (1.6, False), (1.0, False)], ids=str
 )
 def test_an_xray_holds_if_further_outputs_follow_from_it(again, is_confirmed):
-    lab = Spoiled(scale=lambda case: 1.3 if case == MIXED else again)
+    factor = {True: 1.3, False: again}
+    lab = FaultyLab(change=lambda case, call: scaled(call, factor[case == MIXED]))
     seen = xray(MIXED, backend=ScaledBackend(), limit_s=5, confirm=False)
     found = confirmed_weights(Lab(), MIXED, seen.descriptions, lab.output)
     assert (found is not None) == is_confirmed

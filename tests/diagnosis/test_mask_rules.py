@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab
 from helpers.tiled_attention import CONTEXT, NEW, right_hides, tiled_attention
 
 from attnlab.case.case import Case
@@ -13,23 +14,9 @@ from attnlab.diagnosis.rules.divisions import LOOPS
 from attnlab.diagnosis.rules.masks import mask_defects
 from attnlab.diagnosis.rules.search import find_rule
 from attnlab.diagnosis.rules.softmax import loop_defects
-from attnlab.kernels.backend import RunOutput
-from attnlab.lab.lab import Lab
 from attnlab.lab.problem import all_rows, make_problem, scores_of
-from attnlab.tensors.call import KernelCall
 
 LENGTHS = {"query_lens": (1, 20, 6), "ctx_lens": (33, 50, 0)}
-
-
-@dataclasses.dataclass(slots=True)
-class Tiles(Lab):
-    """A lab whose kernel computes tiles of keys; ``faults``: of tiled_attention."""
-
-    faults: dict[str, object] = dataclasses.field(default_factory=dict)
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        tiled_attention(call, **self.faults)
-        return RunOutput()
 
 
 def case_of(op: str, **changes: object) -> Case:
@@ -38,7 +25,7 @@ def case_of(op: str, **changes: object) -> Case:
 
 
 def rule_of(case: Case, **faults: object) -> ConfirmedRule | None:
-    lab = Tiles(faults=faults)
+    lab = FaultyLab(kernel=lambda _, call: tiled_attention(call, **faults))
     return find_rule(lab, case, lambda one: lab.run(one).output)
 
 
@@ -95,7 +82,8 @@ def test_a_soft_cap_makes_its_negative_of_hidden_scores():
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("op", ["context_attention_fwd", "unified_attention"])
 def test_a_sound_kernel_has_no_rule(op, window):
-    case, lab = case_of(op, sliding_window=window), Tiles()
+    case = case_of(op, sliding_window=window)
+    lab = FaultyLab(kernel=lambda _, call: tiled_attention(call))
     output, right = lab.run(case).output, lab.reference(case)
     torch.testing.assert_close(output.double(), right.double(), rtol=2e-3, atol=2e-3)
     assert rule_of(case) is None

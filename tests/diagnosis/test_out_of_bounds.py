@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.triton_example import CASE, TRITON
+from helpers.triton_example import SMALL, TRITON
 
 from attnlab.case.case import Case
 from attnlab.diagnosis import access_check, confirmation
@@ -19,7 +19,6 @@ from attnlab.diagnosis.rules import search
 from attnlab.diagnosis.rules.addresses import FAMILY
 from attnlab.lab.lab import Lab
 
-SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
 LOAD = "v = tl.load(value + at, mask=both"
 LINE = 1 + TRITON[: TRITON.index(LOAD)].count("\n")
 BEFORE = (LOAD, "v = tl.load(value - at, mask=both")  # every slot but one is before the tensor

@@ -7,12 +7,12 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from helpers.claims import REPAIR, candidate
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import EXAMPLE, SMALL, TRITON, planted
+from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
-from attnlab.defects import DEFECTS
-from attnlab.diagnosis.candidates import Candidate, Scope
+from attnlab.diagnosis.candidates import Scope
 from attnlab.diagnosis.claims import AccessClaim, LeakClaim, RepairClaim
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -24,7 +24,7 @@ from attnlab.diagnosis.location.repair_check import (
     with_contents,
     with_repair,
 )
-from attnlab.diagnosis.location.trials import KernelText, Limit, Repair, kernel_text
+from attnlab.diagnosis.location.trials import Limit, Repair, kernel_text
 from attnlab.diagnosis.reruns import further_cases
 from attnlab.kernels.triton.kernel_text import place_of, text_of
 from attnlab.kernels.triton.probe import Probe, probing
@@ -34,24 +34,10 @@ from attnlab.tensors.cache import freed_blocks
 
 LIMIT = Limit(edits=400)
 TOOLS = Path(__file__).parents[2] / "tools"
-MERGE = Case(
-    op="merge_attn_states",
-    platform="sm_90",
-    backend="vllm",
-    op_argument="fp8_output",
-    num_heads=4,
-    num_queries_per_kv=2,
-    head_size=64,
-    block_size=16,
-    sm_scale=0.125,
-    query_lens=(1, 3, 3),
-    ctx_lens=(20, 37, 0),
-    fill="all_rows",
-    distribution="normal",
-    empty_slots="nan",
-    output_init="nan",
-    reference_dtype="float64",
-)
+MERGE = CASE.replace(
+    op="merge_attn_states", backend="vllm", op_argument="fp8_output", fill="all_rows",
+    head_size=64, sm_scale=0.125, query_lens=(1, 3, 3), ctx_lens=(20, 37, 0), num_blocks=None,
+)  # fmt: skip
 # Texts of 0.33.0's triton_merge_attn_states.py.
 LSE = ("                s_lse,\n", "                s_lse + 1,\n")
 COPY = (
@@ -60,26 +46,7 @@ COPY = (
 )
 
 
-FAKE = Repair(
-    kernel=KernelText(
-        function=None, text="", file="k.py", first=0, executed=frozenset(), ran=frozenset()
-    ),
-    text="",
-    edit=Edit(line=7, statement=7, start=0, end=1, before="a", after="b", cost=1),
-    share=1.0,
-)
-NEVER = Candidate(
-    name="rows_never_written",
-    text=DEFECTS["rows_never_written"].text,
-    seen_in=(),
-    verdict="explains",
-    predicted=1.0,
-    observed=1.0,
-    residual=0.0,
-    ratio=0.0,
-    scope=Scope(rows="all", sequences=(0,)),
-    defect=DEFECTS["rows_never_written"],
-)
+NEVER = candidate("rows_never_written")
 
 
 @pytest.fixture(autouse=True)
@@ -460,12 +427,12 @@ def test_varied_cases_vary_what_an_edit_could_hide_behind():
     ids=["leak", "unwritten", "name"],
 )
 def test_a_repair_displaces_no_stronger_statement(monkeypatch, stronger):
-    claim = RepairClaim(repair=FAKE, source="", cases=2)
+    claim = RepairClaim(repair=REPAIR, source="", cases=2)
     monkeypatch.setattr(repair_check, "find_claim", lambda *_: claim)
     before = Diagnosis(status="described", wrong_rows=1, **stronger)
     if "cause" in stronger:
         before = dataclasses.replace(before, status="explained")
-    found = with_repair(Lab(), SMALL, before, [FAKE])
+    found = with_repair(Lab(), SMALL, before, [REPAIR])
     assert found.sentences()[0] == f"{before.sentences()[0]} [k.py, line 7]"
     assert claim.text in found.sentences()
     assert found.withdrawn == ()

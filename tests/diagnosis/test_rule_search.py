@@ -1,15 +1,14 @@
 """Rules beyond the catalogue: wrong addresses, found from an output and confirmed on further cases."""
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.outputs import (
@@ -20,8 +19,6 @@ from attnlab.diagnosis.rules.outputs import (
 )
 from attnlab.diagnosis.rules.rule import DECODES, rows_of
 from attnlab.diagnosis.rules.search import find_rule
-from attnlab.kernels import model
-from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import partials
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of
@@ -31,34 +28,25 @@ from attnlab.tensors.case_call import make_output, strided
 Change = Callable[[KernelCall], dict[str, object]]
 
 
-@dataclasses.dataclass(slots=True)
-class ReadsWrong(Lab):
-    """A lab whose kernels get changed arguments and write elsewhere.
+def reads_wrong(change: Change) -> FaultyLab:
+    return FaultyLab(change=lambda case, call: change(call))
 
-    ``last_row_only`` writes all rows to row 0; ``head_stride``, if given, replaces that of the output.
-    """
 
-    change: Change = lambda call: {}
-    last_row_only: bool = False
-    head_stride: Callable[[Case], int] | None = None
+def writes_all_to_row_0(case: Case, call: KernelCall) -> None:
+    call.output[0] = call.output[-1]
+    call.output[1:] = make_output(case)[1:]
 
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        model.run(
-            dataclasses.replace(call, **self.change(call)), Target.of(case), decide(case).kernels
-        )
-        if self.last_row_only:
-            call.output[0] = call.output[-1]
-            call.output[1:] = make_output(case)[1:]
-        if self.head_stride is not None:
-            rows, heads, size = call.output.shape
-            written = make_output(case).flatten()
-            for row in range(rows):
-                for head in range(heads):  # the last one wins
-                    to = row * heads * size + head * self.head_stride(case)
-                    room = written[to : to + size]
-                    room.copy_(call.output[row, head][: len(room)])
-            call.output.copy_(written.view(rows, heads, size))
-        return RunOutput()
+
+def writes_heads_at_the_stride_of_rows(case: Case, call: KernelCall) -> None:
+    """Write the output with the number of rows as the stride of a head."""
+    rows, heads, size = call.output.shape
+    written = make_output(case).flatten()
+    for row in range(rows):
+        for head in range(heads):  # the last one wins
+            to = row * heads * size + head * rows
+            room = written[to : to + size]
+            room.copy_(call.output[row, head][: len(room)])
+    call.output.copy_(written.view(rows, heads, size))
 
 
 def queries_of_kv_heads(call: KernelCall) -> dict[str, object]:
@@ -119,7 +107,7 @@ def test_a_read_with_other_strides_is_described(op, change, text):
         op=op, platform="sm_90", empty_slots="garbage", kv_layout="fused", num_heads=4,
         query_lens=(1, 1, 1), ctx_lens=(9, 15, 40),
     )  # fmt: skip
-    rule = find_rule(Lab(), case, ReadsWrong(change=change).output)
+    rule = find_rule(Lab(), case, reads_wrong(change).output)
     assert text in rule.text
 
 
@@ -132,7 +120,7 @@ def test_a_read_with_other_strides_is_described(op, change, text):
 )
 def test_a_wrong_read_is_described_by_its_address(change, parts):
     case = hostile(op="unified_attention", platform="sm_90", empty_slots="garbage")
-    diagnosis = diagnose(case, lab=ReadsWrong(change=change))
+    diagnosis = diagnose(case, lab=reads_wrong(change))
     assert diagnosis.status == "described"
     assert diagnosis.rule.cases > 2
     assert not diagnosis.rule.only_decodes
@@ -143,8 +131,13 @@ def test_rows_written_to_one_row_are_described_by_the_missing_term():
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40)
     )
-    diagnosis = diagnose(case, lab=ReadsWrong(last_row_only=True))
+    lab, recycled = FaultyLab(spoil=writes_all_to_row_0), case.replace(output_init="recycled")
+    diagnosis = diagnose(case, lab=lab)
     assert "the term row × stride 0 is missing" in diagnosis.rule.text
+    # Each sequence has one row, so sequences that are written to sequence 0 give the same output.
+    captured = diagnose(recycled, lab.output(recycled), lab=Lab(), propose=False)
+    assert "folded_on_sequence_0" in [one.name for one in captured.explanations]
+    assert diagnosis.explanations == []
 
 
 def test_rows_written_with_the_stride_of_another_tensor():
@@ -152,7 +145,7 @@ def test_rows_written_with_the_stride_of_another_tensor():
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(1, 3, 1), ctx_lens=(9, 15, 40)
     )
-    lab = ReadsWrong(head_stride=lambda one: one.lengths.num_tokens)
+    lab = FaultyLab(spoil=writes_heads_at_the_stride_of_rows)
     diagnosis = diagnose(case, lab=lab)
     assert "with head × prefix_lse stride 0 in place of head × stride 1" in diagnosis.rule.text
 
@@ -180,32 +173,32 @@ def as_heads_first(output: torch.Tensor) -> torch.Tensor:
     return output.reshape(heads, rows, size).transpose(0, 1)
 
 
-@dataclasses.dataclass(slots=True)
-class Merges(Lab):
-    """A lab whose merge has the weights of ``exponents``, of both log-sum-exps.
+def merges(
+    exponents: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]] = lambda p, s: [p, s],
+    transposes: bool = False,
+    prefix_as: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
+    rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> FaultyLab:
+    """Return a lab whose merge has the weights of ``exponents``, of both log-sum-exps.
 
     It reads the log-sum-exp of the suffix as [rows, heads] if ``transposes``, and the output of the prefix as
     ``prefix_as`` views it. ``rest``: returns the weight of the suffix from that of the prefix before and
     after its division.
     """
 
-    exponents: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]] = lambda p, s: [p, s]
-    transposes: bool = False
-    prefix_as: Callable[[torch.Tensor], torch.Tensor] = lambda output: output
-    rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+    def kernel(case: Case, call: KernelCall) -> None:
         parts = partials(call, Target.of(case))
         prefix, suffix = parts.prefix_lse.double(), parts.suffix_lse.double()
-        if self.transposes:
+        if transposes:
             suffix = suffix.flatten().view(suffix.shape[::-1]).T
-        weights = torch.stack(self.exponents(prefix, suffix)).softmax(0).transpose(1, 2)[..., None]
-        if self.rest is not None:
+        weights = torch.stack(exponents(prefix, suffix)).softmax(0).transpose(1, 2)[..., None]
+        if rest is not None:
             before = (prefix - torch.maximum(prefix, suffix)).exp().T[..., None]
-            weights = torch.stack([weights[0], self.rest(before, weights[0])])
-        outputs = self.prefix_as(parts.prefix_output.double()), parts.suffix_output.double()
+            weights = torch.stack([weights[0], rest(before, weights[0])])
+        outputs = prefix_as(parts.prefix_output.double()), parts.suffix_output.double()
         call.output[:] = weights[0] * outputs[0] + weights[1] * outputs[1]
-        return RunOutput()
+
+    return FaultyLab(kernel=kernel)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +231,8 @@ def test_parts_of_a_merge_are_exchanged_transposed_or_weighted_wrongly(faults, t
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(6, 3), ctx_lens=(1, 40), num_heads=4
     )
-    assert diagnose(case, lab=Merges()).status == "nothing wrong"
-    diagnosis = diagnose(case, lab=Merges(**faults))
+    assert diagnose(case, lab=merges()).status == "nothing wrong"
+    diagnosis = diagnose(case, lab=merges(**faults))
     if text is None:
         assert diagnosis.status != "nothing wrong"
         assert diagnosis.rule is None
@@ -277,41 +270,32 @@ def test_the_highest_part_of_a_decode_is_that_of_its_splits():
         torch.testing.assert_close(found, highest.double())
 
 
-@dataclasses.dataclass(slots=True)
-class StoresInterleaved(Lab):
-    """A lab that stores the heads of each KV head num_kv_heads apart."""
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        model.run(call, Target.of(case), decide(case).kernels)
-        group = call.num_queries_per_kv
-        right, heads = call.output.clone(), torch.arange(call.query.shape[1])
-        call.output[:, heads % group * call.key.shape[1] + heads // group] = right
-        return RunOutput()
+def stores_interleaved(case: Case, call: KernelCall) -> None:
+    """Store the heads of each KV head num_kv_heads apart."""
+    group = call.num_queries_per_kv
+    right, heads = call.output.clone(), torch.arange(call.query.shape[1])
+    call.output[:, heads % group * call.key.shape[1] + heads // group] = right
 
 
 def test_heads_of_the_output_are_interleaved():
     case = hostile(op="unified_attention", platform="sm_90", num_heads=6, num_queries_per_kv=3)
-    diagnosis = diagnose(case, lab=StoresInterleaved(), limit=None, propose=False)
+    diagnosis = diagnose(case, lab=FaultyLab(spoil=stores_interleaved), limit=None, propose=False)
     assert "(head % num_queries_per_kv * num_kv_heads" in diagnosis.rule.text
 
 
-@dataclasses.dataclass(slots=True)
-class AddsWeights(Lab):
-    """A lab whose merge adds the weight of the suffix in place of its weighted output."""
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        parts = partials(call, Target.of(case))
-        lse = torch.stack([parts.prefix_lse, parts.suffix_lse]).double()
-        weights = lse.softmax(0).transpose(1, 2)[..., None]
-        call.output[:] = weights[0] * parts.prefix_output.double() + weights[1]
-        return RunOutput()
+def adds_weights(case: Case, call: KernelCall) -> None:
+    """Merge with the weight of the suffix in place of its weighted output."""
+    parts = partials(call, Target.of(case))
+    lse = torch.stack([parts.prefix_lse, parts.suffix_lse]).double()
+    weights = lse.softmax(0).transpose(1, 2)[..., None]
+    call.output[:] = weights[0] * parts.prefix_output.double() + weights[1]
 
 
 def test_a_weight_that_is_added_in_place_of_a_weighted_output():
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(1, 3), ctx_lens=(9, 40), num_heads=4
     )
-    diagnosis = diagnose(case, lab=AddsWeights())
+    diagnosis = diagnose(case, lab=FaultyLab(kernel=adds_weights))
     assert "the weight of the suffix is added" in diagnosis.rule.text
     assert diagnosis.rule.cases > 2
 
@@ -319,7 +303,7 @@ def test_a_weight_that_is_added_in_place_of_a_weighted_output():
 def test_a_fault_that_no_rule_predicts_gets_none():
     """Values one element of memory later: no term of the address is changed, one is added."""
     case = hostile(op="context_attention_fwd", platform="sm_90", empty_slots="garbage")
-    diagnosis = diagnose(case, lab=ReadsWrong(change=offset_as_position))
+    diagnosis = diagnose(case, lab=reads_wrong(offset_as_position))
     assert diagnosis.status != "nothing wrong"
     assert diagnosis.rule is None
 
@@ -333,24 +317,18 @@ def test_rules_have_names_of_their_own(op):
     assert len(found) == len(set(found)) > 100
 
 
-@dataclasses.dataclass(slots=True)
-class DecodesElsewhere(Lab):
-    """A lab that writes decodes after all other rows, with the stride of a head for that of a row."""
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        model.run(call, Target.of(case), decide(case).kernels)
-        right, flat = call.output.clone(), call.output.flatten()
-        size = call.query.shape[1] * call.query.shape[2]
-        problem = make_problem(case)
-        rows = rows_of(problem, DECODES).nonzero().flatten().tolist()
-        before = make_output(case).flatten()
-        for row in rows:
-            flat[row * size : (row + 1) * size] = before[row * size : (row + 1) * size]
-        for row in rows:
-            at = row * call.query.shape[2]
-            flat[at : at + size] = right[row].flatten()
-        call.output.copy_(flat.view_as(call.output))
-        return RunOutput()
+def writes_decodes_elsewhere(case: Case, call: KernelCall) -> None:
+    """Write decodes after all other rows, with the stride of a head for that of a row."""
+    right, flat = call.output.clone(), call.output.flatten()
+    size = call.query.shape[1] * call.query.shape[2]
+    rows = rows_of(make_problem(case), DECODES).nonzero().flatten().tolist()
+    before = make_output(case).flatten()
+    for row in rows:
+        flat[row * size : (row + 1) * size] = before[row * size : (row + 1) * size]
+    for row in rows:
+        at = row * call.query.shape[2]
+        flat[at : at + size] = right[row].flatten()
+    call.output.copy_(flat.view_as(call.output))
 
 
 def test_a_rule_may_concern_the_rows_of_one_kernel():
@@ -362,7 +340,7 @@ def test_a_rule_may_concern_the_rows_of_one_kernel():
         head_size=16,
         platform="sm_90",
     )
-    found = diagnose(case, lab=DecodesElsewhere(), limit=None, propose=False)
+    found = diagnose(case, lab=FaultyLab(spoil=writes_decodes_elsewhere), limit=None, propose=False)
     assert found.rule is not None
     assert DECODES in found.rule.text
     assert "with row × stride 1 in place of row × stride 0" in found.rule.text

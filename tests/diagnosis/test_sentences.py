@@ -3,10 +3,9 @@
 import dataclasses
 
 import pytest
+from helpers.claims import REPAIR, candidate
 from helpers.triton_example import SMALL
 
-from attnlab.defects import DEFECTS
-from attnlab.diagnosis.candidates import Candidate, Scope
 from attnlab.diagnosis.claims import (
     ALL,
     EVERY,
@@ -16,39 +15,14 @@ from attnlab.diagnosis.claims import (
     RepairClaim,
 )
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
-from attnlab.diagnosis.location.trials import KernelText, Repair
 from attnlab.diagnosis.pattern import Fact, Pattern, Sizes, sequence_rules
 from attnlab.diagnosis.reruns import further_cases
-from attnlab.kernels.triton.source_edits import Edit
 from attnlab.show import sheets
 from attnlab.weights.rule import Edge
 
 NAME = "newest_token_dropped"
-CAUSE = Candidate(
-    name=NAME,
-    text=DEFECTS[NAME].text,
-    seen_in=(),
-    verdict="explains",
-    predicted=1.0,
-    observed=1.0,
-    residual=0.0,
-    ratio=0.0,
-    scope=Scope(rows="all", sequences=(0,)),
-    defect=DEFECTS[NAME],
-)
-FUNCTION = KernelText(
-    function=None, text="", file="k.py", first=0, executed=frozenset(), ran=frozenset()
-)
-REPAIR = RepairClaim(
-    repair=Repair(
-        kernel=FUNCTION,
-        text="",
-        edit=Edit(line=7, statement=7, start=0, end=1, before="a", after="b", cost=1),
-        share=1.0,
-    ),
-    source="x = a",
-    cases=9,
-)
+CAUSE = candidate(NAME)
+CLAIM = RepairClaim(repair=REPAIR, source="x = a", cases=9)
 PLACES = Pattern(facts=(Fact(kind="rows", where="", what="the only wrong row is 3"),))
 EXPLAINED = Diagnosis(
     status="explained",
@@ -60,14 +34,14 @@ EXPLAINED = Diagnosis(
     place=ErrorPlace(seq=0, token=3, row=3, head=0),
     outside=("k.py:90 reads 0 bytes after the end of B_Loc",),
     withdrawn=("other_name is withdrawn: it does not hold",),
-    repair=REPAIR,
+    repair=CLAIM,
 )
 
 
 def test_the_cause_with_its_line_comes_first_then_the_evidence_then_the_places():
     first, second, *others = EXPLAINED.sentences()
     assert first == f"{NAME}: {CAUSE.text} [k.py, line 7]"
-    assert second == REPAIR.text
+    assert second == CLAIM.text
     assert others[0].startswith("1 of 4 rows are wrong")
     assert others[1:] == ["the only wrong row is 3"]
 
@@ -112,8 +86,8 @@ def test_lines_that_no_rerun_confirms_are_data_alone():
     assert found.to_dict()["locations"][0]["line"] == 5
     assert place.confirmed_lines == ()
     own = dataclasses.replace(line, line=7)
-    confirmed = dataclasses.replace(place, lines=(line, own), confirmed=REPAIR)
-    assert confirmed.sentences() == [REPAIR.text]
+    confirmed = dataclasses.replace(place, lines=(line, own), confirmed=CLAIM)
+    assert confirmed.sentences() == [CLAIM.text]
     assert [one.line for one in confirmed.confirmed_lines] == [7]
 
 

@@ -1,20 +1,13 @@
 """A rule is stated only if one of the wrong outputs can show all that it says."""
 
-import dataclasses
-from collections.abc import Callable
-
 import pytest
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
-from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.rules import search
 from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.softmax import softmax_defects
-from attnlab.kernels import model
-from attnlab.kernels.backend import RunOutput
-from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.tensors.call import KernelCall
 
@@ -37,19 +30,6 @@ EARLIER, TERM = (
 )
 
 
-@dataclasses.dataclass(slots=True)
-class ChangedCall(Lab):
-    """A lab whose kernels get changed arguments in batches that unified_attention divides in segments."""
-
-    change: Callable[[KernelCall], dict[str, object]] = lambda call: {}
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        changes = self.change(call) if max(case.lengths.query_lens) <= 8 else {}
-        changed = dataclasses.replace(call, **changes)
-        model.run(changed, Target.of(case), decide(case).kernels)
-        return RunOutput()
-
-
 def without_sinks(call: KernelCall) -> dict[str, object]:
     return {"sinks": None}
 
@@ -70,7 +50,9 @@ def always_the_first(call: KernelCall) -> dict[str, object]:
 
 def texts(monkeypatch, change, rules_of, words: str, others: list[Case]) -> list[str]:
     """Return the rules with some words that are stated."""
-    lab = ChangedCall(change=change)
+    lab = FaultyLab(  # wrong in batches that unified_attention divides in segments
+        change=lambda case, call: change(call) if max(case.lengths.query_lens) <= 8 else {}
+    )
     some = [one for one in rules_of(make_problem(CASE)) if words in one.text]
     assert some
     monkeypatch.setattr(search, "rules_of", lambda problem: some)

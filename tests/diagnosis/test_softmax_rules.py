@@ -1,17 +1,15 @@
 """Rules about the softmax and its scratch memory: they predict what a kernel with one wrong step computes."""
 
-import dataclasses
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.claims import candidate
+from helpers.faulty_labs import FaultyLab
 from helpers.split_attention import split_attention
 
 from attnlab.case.case import Case
-from attnlab.defects import DEFECTS
-from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -20,8 +18,6 @@ from attnlab.diagnosis.rules.divisions import divisions, with_tiles_to
 from attnlab.diagnosis.rules.outputs import scratch_defects
 from attnlab.diagnosis.rules.search import rules_of
 from attnlab.diagnosis.rules.softmax import SoftmaxLaw, loop_defects, softmax_defects
-from attnlab.kernels.backend import RunOutput
-from attnlab.lab.lab import Lab
 from attnlab.lab.problem import all_rows, make_problem, scores_of, softmax
 from attnlab.tensors.call import KernelCall
 
@@ -30,17 +26,6 @@ DECODES = hostile(
     op="decode_attention_fwd", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(20, 66, 140),
     sm_scale=0.3, num_heads=4, head_size=32,
 )  # fmt: skip
-
-
-@dataclasses.dataclass(slots=True)
-class Splits(Lab):
-    """A lab whose decode kernel splits sequences; ``kernel`` runs it."""
-
-    kernel: Callable[[KernelCall], None] = split_attention
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        self.kernel(call)
-        return RunOutput()
 
 
 def small(op: str, **changes: object) -> Case:
@@ -84,7 +69,10 @@ def _concerns_tiles_of_16_or_parts(name: str) -> bool:
 
 
 def test_a_sound_split_kernel_is_right():
-    assert diagnose(DECODES, lab=Splits()).status == "nothing wrong"
+    assert (
+        diagnose(DECODES, lab=FaultyLab(kernel=lambda _, call: split_attention(call))).status
+        == "nothing wrong"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +108,7 @@ def test_a_sound_split_kernel_is_right():
 )
 def test_a_fault_of_a_split_is_described(fault, text):
     """Other faults get no rule."""
-    lab = Splits(kernel=lambda call: split_attention(call, **fault))
+    lab = FaultyLab(kernel=lambda _, call: split_attention(call, **fault))
     diagnosis = diagnose(DECODES, lab=lab)
     assert diagnosis.status != "nothing wrong"
     if text is None:
@@ -135,11 +123,11 @@ def test_a_fault_of_a_split_is_described(fault, text):
 def test_an_output_of_nan_shows_no_rule():
     """Rules about scratch memory predict NaN for what was not stored, so each would fit."""
 
-    def spoil(call: KernelCall) -> None:
+    def spoil(case: Case, call: KernelCall) -> None:
         split_attention(call)
         call.output[:] = torch.nan
 
-    diagnosis = diagnose(DECODES, lab=Splits(kernel=spoil))
+    diagnosis = diagnose(DECODES, lab=FaultyLab(kernel=spoil))
     assert diagnosis.status == "described"
     assert diagnosis.rule is None
 
@@ -220,12 +208,9 @@ def test_with_sinks_the_loops_differ():
 def test_a_rule_names_the_others_that_nothing_separates():
     """Maxima that are all read from one part are those of parts that are not rescaled."""
     first, second = (
-        Candidate(
-            name=name, text=name, seen_in=(), verdict="explains", predicted=1.0, observed=1.0,
-            residual=0.0, ratio=0.0, defect=next(iter(DEFECTS.values())),
-        )
+        candidate("scale_doubled", name=name, text=name)
         for name in ("maxima are read at a wrong address", "parts are not rescaled")
-    )  # fmt: skip
+    )
     rule = ConfirmedRule(candidate=first, cases=3, others=(second,))
     diagnosis = Diagnosis(status="described", rule=rule)
     assert f"{first.text}, or {second.text}: no case separates them" in diagnosis.conclusion

@@ -7,39 +7,18 @@ import pytest
 import torch
 from fault_injection import correct_run, plant
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
-from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.candidates import fit
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.reruns import second_case
-from attnlab.kernels import model
-from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.triton.run_log import Wrap
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Predicted, make_problem
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_output
-
-
-@dataclasses.dataclass(slots=True)
-class WrongLab(Lab):
-    """A lab whose kernels are wrong: ``spoil`` changes the call's output after the model has run."""
-
-    spoil: Callable[[Case, KernelCall], None] = lambda case, call: None
-    argument: Callable[[KernelCall], dict[str, object]] = lambda call: {}
-    wraps: tuple[Wrap, ...] = ()
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        wrong = dataclasses.replace(call, **self.argument(call))
-        model.run(wrong, Target.of(case), decide(case).kernels)
-        self.spoil(case, call)
-        ran = RunOutput()
-        ran.log.wraps.update({(wrap.file, wrap.line): wrap for wrap in self.wraps})
-        return ran
 
 
 def names(diagnosis: Diagnosis) -> list[str]:
@@ -70,7 +49,7 @@ def test_tails_and_freed_blocks_are_poisoned_separately(kind, name):
         op="unified_attention", platform="sm_90", sliding_window=20, freed="empty",
         query_lens=(1, 1), ctx_lens=(84, 70),
     )  # fmt: skip
-    diagnosis = diagnose(case, lab=WrongLab(spoil=leak(kind)))
+    diagnosis = diagnose(case, lab=FaultyLab(spoil=leak(kind)))
     assert names(diagnosis) == [name]
     assert list(diagnosis.slot_kinds) == [kind]
 
@@ -124,9 +103,9 @@ def test_an_int32_overflow_is_not_a_16_bit_block():
         problem = make_problem(one)
         call.output.copy_(plant(problem, call.output, defect, "all"))
 
-    assert "block_16_bit" in names(diagnose(case, lab=WrongLab(spoil=spoil)))
+    assert "block_16_bit" in names(diagnose(case, lab=FaultyLab(spoil=spoil)))
     wrap = Wrap(file="kernel.py", line=7, left=65537, right=65536)
-    diagnosis = diagnose(case, lab=WrongLab(spoil=spoil, wraps=(wrap,)))
+    diagnosis = diagnose(case, lab=FaultyLab(spoil=spoil, wraps=(wrap,)))
     assert "block_16_bit" not in names(diagnosis)
     assert (diagnosis.status, diagnosis.cause) == ("described", None)
     assert len(diagnosis.wraps) == 1
@@ -138,7 +117,7 @@ def test_degenerate_cache_scales_are_separated_by_a_second_case():
     case = hostile(
         kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, empty_slots="garbage", platform="sm_90"
     )
-    lab = WrongLab(argument=lambda call: {"k_scale": call.v_scale})
+    lab = FaultyLab(change=lambda _, call: {"k_scale": call.v_scale})
     diagnosis = diagnose(case, lab=lab)
     assert names(diagnosis) == ["k_scale_is_v_scale"]
     captured = diagnose(case, lab.output(case), lab=Lab())
@@ -147,7 +126,7 @@ def test_degenerate_cache_scales_are_separated_by_a_second_case():
 
 def test_half_of_1_is_not_the_scale_of_4_heads():
     case = hostile(num_heads=4, sm_scale=1.0, empty_slots="garbage", platform="sm_90")
-    lab = WrongLab(argument=lambda call: {"sm_scale": (call.sm_scale or 0) / 2})
+    lab = FaultyLab(change=lambda _, call: {"sm_scale": (call.sm_scale or 0) / 2})
     for diagnosis in (diagnose(case, lab=lab), diagnose(case, lab.output(case), lab=Lab())):
         assert diagnosis.cause is None
         assert diagnosis.status == "described"
@@ -170,9 +149,9 @@ def test_a_name_that_does_not_hold_in_a_second_case_is_withdrawn():
             wrong = problem.predict(dataclasses.replace(inputs, visible=visible))
             call.output[problem.rows(row_slice)] = wrong.output.to(call.output.dtype)
 
-    captured = diagnose(case, WrongLab(spoil=spoil).output(case), lab=Lab())
+    captured = diagnose(case, FaultyLab(spoil=spoil).output(case), lab=Lab())
     assert "newest_token_dropped" in names(captured)
-    diagnosis = diagnose(case, lab=WrongLab(spoil=spoil))
+    diagnosis = diagnose(case, lab=FaultyLab(spoil=spoil))
     assert names(diagnosis) == []
     assert len(diagnosis.withdrawn) == 1
     assert diagnosis.status == "unexplained"  # its pattern does not hold there, either
@@ -217,7 +196,7 @@ def test_rows_of_a_sequence_that_are_not_written(output_init):
         query_len = one.lengths.query_lens[0]
         call.output[128:query_len] = Lab().call(one).output[128:query_len]
 
-    diagnosis = diagnose(case, lab=WrongLab(spoil=spoil))
+    diagnosis = diagnose(case, lab=FaultyLab(spoil=spoil))
     assert diagnosis.unwritten == list(range(128, 150))
     assert names(diagnosis) == ["rows_never_written"]
 
@@ -234,25 +213,9 @@ def test_rows_that_see_no_key_under_a_defect_do_not_name_it():
                 rows = slice(*call.query_start_loc[seq : seq + 2].tolist())
                 call.output[rows] = torch.nan
 
-    captured = diagnose(case, WrongLab(spoil=spoil).output(case), lab=Lab(), propose=False)
+    captured = diagnose(case, FaultyLab(spoil=spoil).output(case), lab=Lab(), propose=False)
     assert "newest_token_dropped" in names(captured)
-    assert names(diagnose(case, lab=WrongLab(spoil=spoil))) == []
-
-
-def test_rows_written_to_row_0_are_not_sequences_written_to_sequence_0():
-    """Each sequence has one row, so both faults give the same output."""
-    case = hostile(
-        op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40)
-    )
-
-    def spoil(one: Case, call: KernelCall) -> None:
-        call.output[0] = call.output[-1]
-        call.output[1:] = make_output(one)[1:]
-
-    recycled = case.replace(output_init="recycled")
-    captured = diagnose(recycled, WrongLab(spoil=spoil).output(recycled), lab=Lab(), propose=False)
-    assert "folded_on_sequence_0" in names(captured)
-    assert "folded_on_sequence_0" not in names(diagnose(case, lab=WrongLab(spoil=spoil)))
+    assert names(diagnose(case, lab=FaultyLab(spoil=spoil))) == []
 
 
 def test_a_hypothesis_whose_bound_covers_the_error_explains_nothing():
@@ -286,7 +249,7 @@ def test_a_bound_of_6e15_does_not_fit_an_output_of_8e8():
 def test_a_scale_times_0_7_is_not_base_2(dtype):
     """ln(2) is 0.69: where the scores hardly differ, both are within rounding, but one fits better."""
     case = hostile(dtype=dtype, sm_scale=0.02, empty_slots="garbage", platform="sm_90")
-    lab = WrongLab(argument=lambda call: {"sm_scale": 0.7 * call.sm_scale})
+    lab = FaultyLab(change=lambda _, call: {"sm_scale": 0.7 * call.sm_scale})
     captured = diagnose(case, lab.output(case), lab=Lab(), propose=False)
     assert captured.cause is None or captured.cause.name != "exp2_for_exp"
     assert "exp2_for_exp" not in names(diagnose(case, lab=lab, limit=None, propose=False))

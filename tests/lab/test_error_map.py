@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers.examples import examples
 from helpers.other_device import DEVICE, other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ def pairs(draw):
 
 
 @given(pairs(), st.sampled_from([0.0, 1e-4]), st.sampled_from([0.0, 1e-3]), st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_message_equals_that_of_torch(pair, atol, rtol, rows_at_a_time):
     """The texts are equal for any chunk size."""
     output, expected = pair
@@ -64,7 +65,7 @@ def test_the_message_equals_that_of_torch(pair, atol, rtol, rows_at_a_time):
 
 
 @given(pairs(), st.sampled_from([0.0, 1e-3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_figures_by_counting(pair, rtol):
     """Counts, first index and places equal those of a comparison element by element."""
     output, expected = pair

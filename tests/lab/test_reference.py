@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +98,7 @@ def shapes(draw):
 
 
 @given(shapes(), st.sampled_from([4, 64, 256]), st.sampled_from([1 << 8, 1 << 12, 1 << 19]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_float64_reference_is_attention(case, rows, scores):
     """For any shape and tile size it equals torch's attention up to rounding in float64."""
     batch = make_batch(case)

@@ -67,13 +67,6 @@ def test_numbers_in_a_map(tmp_path):
     assert read_call(tmp_path / "dump.pt", {"sliding_window": "7"}).sliding_window == 7
 
 
-def test_attnlabs_own_file(capsys, tmp_path):
-    torch.save(computed(), tmp_path / "dump.pt")
-    read_call(tmp_path / "dump.pt").save(tmp_path / "call.safetensors")
-    command = ["diagnose", "--call", str(tmp_path / "call.safetensors")]
-    assert document(capsys, command, 0)["status"] == "nothing wrong"
-
-
 # FlashInfer's log.
 
 

@@ -1,5 +1,6 @@
 """The pytest plugin: sections, properties, files, power, pytest-xdist, and what it leaves alone."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from helpers.recorded_tests import properties, pytest_in
 from helpers.sources import needs_triton
 
 from attnlab.recorder.failure_report import MOST_LINES, FailureReport, folder_name
+from attnlab.recorder.pytest_session import Session
 from attnlab.tensors.call import KernelCall
 
 ROOT = Path(__file__).parents[2]
@@ -253,9 +255,40 @@ def test_a_folder_that_cannot_be_written(run, tmp_path):
     assert "INTERNALERROR" not in text
 
 
-def test_a_wrong_option(run):
-    for name in ("nonsense", "nowhere:paged", "kern:nothing"):
-        pytest_in(run[0], "--attnlab", "-o", f"attnlab_ops={name}", code=4)
+class Options:
+    """A pytest.Config with the default of every option, and some ops."""
+
+    def __init__(self, *ops):
+        self.ops, self.option, self.pluginmanager = ops, None, self
+
+    def getini(self, name):
+        return self.ops
+
+    def getoption(self, name):
+        return {"attnlab_keep": 8, "attnlab_seconds": 0}.get(name, "")
+
+    def register(self, session, name):
+        self.session = session
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nonsense", "op must be MODULE:FUNCTION"),
+        ("nowhere:paged", "must name a module nowhere"),
+        ("importlib:nothing", "must name a function 'nothing' of importlib"),
+        ("importlib:import_module", None),
+    ],
+)
+def test_a_wrong_op_is_a_usage_error(name, words):
+    """With pytest's own exit code for it."""
+    options = Options(name)
+    with contextlib.ExitStack() as stack:
+        if words:
+            stack.enter_context(pytest.raises(pytest.UsageError, match=words))
+        Session.start(options)
+        stack.callback(options.session.pytest_unconfigure)
+        options.session.pytest_collection_finish()
 
 
 def test_the_plugin_costs_nothing_without_its_options(run):

@@ -4,12 +4,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 
 import pytest
 from helpers.notebooks import write_notebook
-from helpers.processes import popen
+from helpers.processes import is_running, popen, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -23,22 +22,6 @@ with open("pids.part", "w") as file:
 os.replace("pids.part", "pids")
 time.sleep(100)
 """
-
-
-def wait_for(condition, limit_s=180.0):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-
-
-def is_running(pid):
-    """Answer whether a process runs; a zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -61,7 +44,7 @@ def test_an_interrupted_run_keeps_its_results(tmp_path, name, code, line):
         text=True,
     ) as process:
         try:
-            wait_for(pids.exists)
+            wait_for(pids.exists, limit_s=180)
             process.send_signal(getattr(signal, name))
             stdout, stderr = process.communicate(timeout=120)
         finally:
@@ -71,7 +54,7 @@ def test_an_interrupted_run_keeps_its_results(tmp_path, name, code, line):
     assert lines[0].startswith("attnlab: 1 of 3: 11-one passed in ")
     assert sorted(lines[1:]) == sorted([line, f"attnlab: results so far: {reports}/index.html"])
     kernel, child = pids.read_text().split()
-    wait_for(lambda: not is_running(kernel) and not is_running(child), limit_s=30)
+    wait_for(lambda: not is_running(int(kernel)) and not is_running(int(child)), limit_s=30)
     check_reports(reports)
 
 

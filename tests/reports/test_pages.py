@@ -174,15 +174,19 @@ def test_a_picture_beside_the_notebook_is_taken_in(tmp_path):
 
 
 def test_a_widget_gives_way_to_what_its_output_also_has(tmp_path):
-    widget = {"model_id": "1", "version_major": 2, "version_minor": 0}
+    """Neither its model id nor the state that JupyterLab saved, nor the sign that it is loading, is there."""
+    widget = {"model_id": "0123456789abcdef", "version_major": 2, "version_minor": 0}
     mime = "application/vnd.jupyter.widget-view+json"
-    both = v4.new_output("display_data", data={mime: widget, "text/html": "<p>table</p>"})
+    shown = {"text/html": "<p>table</p>", "text/plain": "VBox(...)", "image/png": PNG}
+    both = v4.new_output("display_data", data={mime: widget, **shown})
     only = v4.new_output("display_data", data={mime: widget, "text/plain": "IntSlider(value=0)"})
-    state = {"state": {"1": {}}, "version_major": 2, "version_minor": 0}
+    state = {"state": {widget["model_id"]: {"model_name": "VBoxModel"}}, "version_major": 2}
     kept = {"widgets": {"application/vnd.jupyter.widget-state+json": state}}
     page = write_report(tmp_path, code("both", both), metadata=kept)
     assert "<p>table</p>" in page
     assert "interactive" not in page
+    for trace in (widget["model_id"], "widget", "Loading", "VBox"):
+        assert trace not in page.split("</style>")[1]
     page = write_report(tmp_path, code("only", only), metadata=kept)
     assert "(interactive in JupyterLab)" in page
     assert "IntSlider" not in page
@@ -199,21 +203,6 @@ def test_an_executed_notebook_keeps_no_dead_widget():
     outputs = notebook.cells[0].outputs
     assert [mime in output.data for output in outputs] == [False, True]
     assert outputs[0].data == {"text/html": "<p>x</p>"}
-
-
-def test_no_widget_speaks_for_itself(tmp_path):
-    """Neither its model id nor the state that JupyterLab saved, nor the sign that it is loading."""
-    widget = {"model_id": "0123456789abcdef", "version_major": 2, "version_minor": 0}
-    mime = "application/vnd.jupyter.widget-view+json"
-    data = {mime: widget, "text/plain": "VBox(...)", "text/html": "<p>table</p>", "image/png": PNG}
-    state = {"state": {"0123456789abcdef": {"model_name": "VBoxModel"}}, "version_major": 2}
-    kept = {"widgets": {"application/vnd.jupyter.widget-state+json": state}}
-    page = write_report(
-        tmp_path, code("x", v4.new_output("display_data", data=data)), metadata=kept
-    )
-    assert "<p>table</p>" in page
-    for trace in ("0123456789abcdef", "widget", "Loading", "VBox"):
-        assert trace not in page.split("</style>")[1]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE
 from helpers.upstream import script_outcome, written
 
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
@@ -25,30 +26,75 @@ DECODE = {
     "ctx_lens": (20,),
     "num_blocks": 3,
 }
-RIGHT = {  # cases in which 0.33.0 is correct
-    "gqa": {"op": "unified_attention"},
-    "alibi, float32, pieces": {
-        "op": "unified_attention",
-        "alibi": True,
-        "dtype": "float32",
-        "query_lens": (1, 1, 1),
-    },
-    "sinks": {"op": "unified_attention", "sinks": True},
-    "window": {"op": "unified_attention", "sliding_window": 9},
-    "mask": {"op": "unified_attention", "mask": "ranges_in_window", "sliding_window": 5},
-    "small soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
-    "sinks, soft cap": {"op": "unified_attention", "softcap": 0.7, "sinks": True},
-    "fp8": {"op": "unified_attention", "kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
-    "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1, 1)},
-    "paged fp8": {
-        **DECODE,
-        "kv_cache_dtype": "fp8",
-        "k_scale": 0.25,
-        "v_scale": 2.0,
-        "ctx_lens": (31,),
-    },
-    "int64": {**DECODE, "ctx_lens": (31,), "stage": "int64"},
+UNIFIED = {"op": "unified_attention"}
+SHORT = {**UNIFIED, "query_lens": (2,), "ctx_lens": (0,), "num_blocks": None}
+ENCODER = {**SHORT, "op": "triton_prefill_attention", "backend": "vllm"}
+FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0}
+DESCRIPTORS = {
+    **SHORT,
+    "backend": "vllm",
+    "op_argument": "tensor_descriptors",
+    "query_lens": (1,),
+    "ctx_lens": (1,),
 }
+FREED = {
+    "sliding_window": 16,
+    "freed": "recycled",
+    "query_lens": (3, 20),
+    "ctx_lens": (75, 50),
+    "num_blocks": 30,
+    "empty_slots": "nan",
+}
+MERGED = {"op": "merge_attn_states", "backend": "vllm", "query_lens": (1, 2), "ctx_lens": (20, 5)}
+# Of each Case the exit code of its script on 0.33.0: 0 right, 1 wrong, 2 undecided.
+SCRIPTS = {
+    "gqa": (UNIFIED, 0),
+    "alibi, float32, pieces": (
+        {**UNIFIED, "alibi": True, "dtype": "float32", "query_lens": (1, 1, 1)},
+        0,
+    ),
+    "sinks": ({**UNIFIED, "sinks": True}, 0),
+    "window": ({**UNIFIED, "sliding_window": 9}, 0),
+    "mask": ({**UNIFIED, "mask": "ranges_in_window", "sliding_window": 5}, 0),
+    "small soft cap": ({**UNIFIED, "softcap": 0.02, "dtype": "float32"}, 0),
+    "sinks, soft cap": ({**UNIFIED, "softcap": 0.7, "sinks": True}, 0),
+    "fp8": ({**UNIFIED, **FP8}, 0),
+    "decode": ({"op": "decode_attention_fwd", "query_lens": (1, 1, 1)}, 0),
+    "paged fp8": ({**DECODE, **FP8, "ctx_lens": (31,)}, 0),
+    "int64": ({**DECODE, "ctx_lens": (31,), "stage": "int64"}, 0),
+    "merge": ({**MERGED, "num_blocks": None}, 0),
+    "encoder": ({**ENCODER, "sliding_window": 2}, 0),
+    "encoder loses a window of one token": ({**ENCODER, "sliding_window": 1}, 1),
+    "descriptors": (DESCRIPTORS, 0),
+    "descriptors read NaN after the end": ({**DESCRIPTORS, "empty_slots": "nan"}, 1),
+    "a window loses keys of later rows": (
+        {**SHORT, "mask": "bidirectional", "sliding_window": 1},
+        1,
+    ),
+    "Triton's interpreter cannot run a tree": (
+        {**SHORT, "mask": "tree", "tree_parents": (0, 0)},
+        2,
+    ),
+    "freed blocks": ({**UNIFIED, **FREED}, 0),
+    "NaN of a freed block is multiplied by 0": ({"op": "context_attention_fwd", **FREED}, 1),
+}
+# By mask: the argument that carries it, which an op with an INT4 cache ignores.
+IGNORED = {
+    "ranges_in_window": "mm_prefix_clamp_sliding_window",
+    "prefix_and_window": "rswa_prefix_lens",
+    "chunks": "chunk_lookback",
+}
+INT4 = Case(
+    **UNIFIED,
+    backend="vllm",
+    op_argument="int4_per_token_head",
+    num_heads=1,
+    head_size=32,
+    query_lens=(1,),
+    ctx_lens=(4,),
+    sliding_window=2,
+    fill="all_rows",
+)
 
 
 @pytest.mark.releases
@@ -90,42 +136,34 @@ def test_a_script_of_alibi_with_sinks(tmp_path: Path, version: str) -> None:
 
 
 @pytest.mark.releases
-def test_a_script_of_a_mask(tmp_path: Path) -> None:
-    """A two-sided window loses keys of later rows. Triton's interpreter cannot run the bias of a tree."""
-    fields = {"op": "unified_attention", "fill": "all_rows", "empty_slots": "zeros"}
-    lens = {"query_lens": (2,), "ctx_lens": (0,), "num_blocks": None}
-    for changes, code in (
-        ({"mask": "bidirectional", "sliding_window": 1}, 1),
-        ({"mask": "tree", "tree_parents": (0, 0)}, 2),
-    ):
-        script = written(tmp_path, CASE.replace(**fields, **lens, **changes), "wrong_output")
-        got, text = script_outcome(script, of_release("0.33.0"))
-        assert got == code, text
-
-
-@pytest.mark.releases
-def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
-    """0.33.0's context_attention_fwd multiplies a freed block's NaN by 0; its unified_attention does not."""
-    fields = {
-        "sliding_window": 16,
-        "freed": "recycled",
-        "query_lens": (3, 20),
-        "ctx_lens": (75, 50),
-    }
-    newest = of_release("0.33.0")
-    for op, code in (("context_attention_fwd", 1), ("unified_attention", 0)):
-        case = CASE.replace(op=op, num_blocks=30, fill="all_rows", **fields)
-        got, text = script_outcome(written(tmp_path, case, "reads_freed_blocks"), newest)
-        assert got == code, text
-
-
-@pytest.mark.releases
-@pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
-def test_a_script_passes_if_nothing_is_wrong(tmp_path: Path, changes) -> None:
+@pytest.mark.parametrize(("changes", "code"), SCRIPTS.values(), ids=SCRIPTS)
+def test_the_exit_code_of_a_script(tmp_path: Path, changes, code) -> None:
     """The reference and bound of the script hold for every feature that it implements."""
     case = CASE.replace(**{"fill": "all_rows", "empty_slots": "zeros", **changes})
-    code, text = script_outcome(written(tmp_path, case), of_release("0.33.0"))
-    assert code == 0, text
+    found, text = script_outcome(written(tmp_path, case), of_release("0.33.0"))
+    assert found == code, text
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("mask", IGNORED)
+def test_a_script_of_a_mask_that_0_33_0_ignores(tmp_path: Path, mask: str) -> None:
+    """With an op that uses the argument, the script sees another output and passes."""
+    script, call = written(tmp_path, INT4.replace(mask=mask)), "unified_attention(**given)"
+    code, printed = script_outcome(script, of_release("0.33.0"))
+    assert (code, f"{IGNORED[mask]} changes nothing" in printed) == (1, True), printed
+    text, name = script.read_text(), IGNORED[mask]
+    assert text.count(call) == 1
+    used = f'given["out"] += int(given["{name}"] is arguments["{name}"])'
+    script.write_text(text.replace(call, f"{call}\n    {used}"))
+    code, printed = script_outcome(script, of_release("0.33.0"))
+    assert code == 0, printed
+
+
+@pytest.mark.releases
+def test_a_release_without_the_argument_of_a_mask_cannot_tell(tmp_path: Path) -> None:
+    script = written(tmp_path, INT4.replace(mask="chunks"))
+    code, text = script_outcome(script, of_release("0.11.2"))
+    assert (code, "no argument" in text) == (2, True), text
 
 
 @pytest.mark.releases

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.cases import same_bits
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +73,7 @@ def runs(draw, blocks, block_size, generator):
 
 
 @given(writes())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_fast_path_equals_one_token_at_a_time(drawn):
     """Every byte of both cache tensors is equal, written or not, NaN included."""
     key, value, *rest = drawn

@@ -1,6 +1,7 @@
 """A Case as text, and the box of an explorer that shows and reads it."""
 
 import pytest
+from helpers.examples import examples
 from helpers.panels import LOST, SMALL
 from helpers.strategies import cases
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +14,7 @@ from attnlab.show.panels.boxes import case_texts, read_case
 
 
 @given(case=cases())
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
 def test_texts_round_trip(case: Case) -> None:
     texts = case_texts(case)
     assert read_case(texts["JSON"]) == case
