@@ -21,6 +21,7 @@ from attnlab.diagnosis.reruns import further_cases, second_cases
 from attnlab.diagnosis.rules.outputs import wrong_addresses
 from attnlab.diagnosis.rules.rule import NO_CONTEXT
 from attnlab.diagnosis.side_claim import _laws
+from attnlab.kernels import model
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
