@@ -165,7 +165,7 @@ def _by_runs(one: Recorded, alone: Diagnosis, seconds: float) -> FoundByRuns | N
         return FoundByRuns(why_none="this process uses a GPU")
     found: list[FoundByRuns] = []
 
-    def diagnose(send: Callable[[FoundByRuns], None]) -> None:
+    def diagnose(send: Callable[[FoundByRuns], object]) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
         limit_processes(1)
