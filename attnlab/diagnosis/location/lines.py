@@ -44,6 +44,7 @@ from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.kernels.triton.replay import Unit
 from attnlab.kernels.triton.run_log import Region, Watched
 from attnlab.lab.lab import Lab
+from attnlab.lab.products import needed_bytes
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.conclude import other_case
 from attnlab.weights.xray import XRay
@@ -289,7 +290,9 @@ _LEAST_EXCESS = 0.05
 # of the next lines is less. Costly edits of the first lines come before cheap ones of the others.
 _FIRST, _STEP = 1.3, 0.03
 _MOST_SUSPICIOUS = 40  # lines
-_MOST_CASE_S = 4.0  # estimated time of a case that is small enough
+# Of a case that is small enough, estimated.
+_MOST_CASE_S = 4.0
+_MOST_CASE_BYTES = 1 << 30
 _EVIDENCE = {
     "edit": 1.0, "spectrum": 0.6, "outside": 0.5, "part": 0.45, "load": 0.4, "role": 0.3,
 }  # fmt: skip
@@ -341,13 +344,17 @@ def why_unavailable(backend: Backend) -> str:
 
 
 def locatable_case(lab: Lab, case: Case) -> Case | None:
-    """Return a Case with a wrong output that does not take long; None without one.
+    """Return a Case with a wrong output that takes neither long nor much memory; None without one.
 
-    It is the Case, or a smaller one. Unwritten memory holds finite numbers if the output is wrong then, too,
-    so that a leak of such memory does not hide another fault.
+    It is the Case, without unused blocks before its first one, or a smaller one. Launches are recorded with
+    copies of their tensors. Unwritten memory holds finite numbers if the output is wrong then, too, so that a
+    leak of such memory does not hide another fault.
     """
-    for one in (case, _smaller(case)):
-        if one is None or estimated_s(lab.call(one), decide(one).kernels, Subset()) > _MOST_CASE_S:
+    near = case.replace(first_block=0, num_blocks=None) if case.first_block else case
+    for one in (near, _smaller(near)):
+        if one is None or needed_bytes(one) > _MOST_CASE_BYTES:
+            continue
+        if estimated_s(lab.call(one), decide(one).kernels, Subset()) > _MOST_CASE_S:
             continue
         for tried in (one.replace(empty_slots="zeros", output_init="zeros"), one):
             if is_right(lab, tried) is False:

@@ -45,6 +45,7 @@ _SPLIT_VALUE_TERMS = (
     ("d", "stride 2"),
     ("p % block_size", "stride 3"),
 )
+_MOST_COPIED = 1 << 24  # elements of a cache
 _FLASH_TERMS = (
     ("block", "stride 0"),
     ("p % block_size", "stride 1"),
@@ -110,7 +111,10 @@ class TensorMemory:
 
 @lru_cache(maxsize=4)
 def memory_of(call: KernelCall) -> dict[str, TensorMemory]:
-    """Return the tensors of a call by name, with the strides with which the lab gives them to the op."""
+    """Return the tensors of a call by name, with the strides with which the lab gives them to the op.
+
+    A cache that is too large to be copied is left out.
+    """
     ran = strided(call)
     found = {"query": TensorMemory.of(ran.query, ROW_TERMS)}
     if call.spec.cache_layout is not None:
@@ -119,7 +123,7 @@ def memory_of(call: KernelCall) -> dict[str, TensorMemory]:
         found["key_cache"] = TensorMemory.of(ran.key_cache, _SPLIT_KEY_TERMS)
         if not call.interleave_v:
             found["value_cache"] = TensorMemory.of(ran.value_cache, _SPLIT_VALUE_TERMS)
-    elif call.spec.cache_layout == "flash":
+    elif call.spec.cache_layout == "flash" and call.key_cache.numel() <= _MOST_COPIED:
         key, value = flash(*to_flash(call.key_cache, call.value_cache), call.strides)
         found["key_cache"] = TensorMemory.of(key, _FLASH_TERMS)
         found["value_cache"] = TensorMemory.of(value, _FLASH_TERMS)
@@ -498,7 +502,7 @@ def _is_modelled(call: KernelCall) -> bool:
     """Answer whether every scale is one number, and a cache is small enough to be copied."""
     scales = (call.k_scale, call.v_scale)
     is_plain = all(not isinstance(scale, torch.Tensor) or scale.numel() == 1 for scale in scales)
-    return is_plain and call.key_cache.numel() <= 1 << 24 and call.op != MERGE
+    return is_plain and call.key_cache.numel() <= _MOST_COPIED and call.op != MERGE
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:

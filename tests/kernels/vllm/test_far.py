@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.far import far_case
+from helpers.faulty_labs import FaultyLab
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import EXAMPLE, TRITON
 from helpers.upstream import script_outcome, written
@@ -19,6 +20,8 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.checker import library, plan
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
+from attnlab.diagnosis.location.lines import locatable_case
+from attnlab.diagnosis.rules.addresses import memory_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -47,6 +50,16 @@ for op in sys.argv[2:]:
 lines = Path("/proc/self/status").read_text().splitlines()  # ru_maxrss includes the parent's memory
 print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
 """
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_diagnosis_copies_no_such_cache(op: str) -> None:
+    """Rules do without it, and lines are located in a case without the unused blocks."""
+    lab = FaultyLab(spoil=lambda case, call: call.output.fill_(7))
+    case = far_case(ModelBackend(rules="0.33.0"), op)
+    copied = {"key_cache", "value_cache"} & memory_of(lab.call(case)).keys()
+    assert not copied or case.spec.cache_layout == "x-split"  # views of the cache as it is
+    assert locatable_case(lab, case).first_block == 0
 
 
 @pytest.mark.parametrize("op", OPS)
