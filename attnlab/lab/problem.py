@@ -358,7 +358,8 @@ class Problem:
             given, plain = (batch, call, before), case.replace(op_argument=NONE)
 
             def misread(read: Read | None) -> Problem:
-                return cls.of_case(plain if read is None else case, *given, read=read)
+                other = plain if read is None else case
+                return cls.of_case(other, *given, is_native=is_native, read=read)
 
             formats = argument_formats(case, call)
             batch, call = in_numbers(case, batch, call, read)

@@ -1,7 +1,7 @@
 """Rules about which keys count: missing, extra, counted twice, or only in the denominator."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -453,6 +453,16 @@ def other_head(form: str, setup: AttentionSetup) -> torch.Tensor:
     return found
 
 
+# Whose slopes each head of a setup has instead, of so many heads.
+_SLOPES_OF: dict[str, Callable[[AttentionSetup, int], torch.Tensor]] = {
+    "the KV head's index": lambda setup, heads: setup.kv_head,
+    "head 0": lambda setup, heads: torch.zeros_like(setup.heads),
+    "the next head": lambda setup, heads: (setup.heads + 1) % heads,
+    "the head within its group": lambda setup, heads: setup.heads % setup.call.num_queries_per_kv,
+}
+SLOPE_FORMS = tuple(_SLOPES_OF)
+
+
 @dataclass(frozen=True, slots=True)
 class SlopeOf(Rule):
     """ALiBi's slopes are those of other heads."""
@@ -463,21 +473,12 @@ class SlopeOf(Rule):
         slopes = plan.setup.call.alibi_slopes
         if slopes is None:
             return plan
-        every, heads = slopes.cpu().double(), plan.setup.heads
-        index = {
-            "the KV head's index": plan.setup.kv_head,
-            "head 0": torch.zeros_like(heads),
-            "the next head": (heads + 1) % len(every),
-            "the head within its group": heads % plan.setup.call.num_queries_per_kv,
-        }[self.form]
-        return plan.change(slopes=every[index])
+        index = _SLOPES_OF[self.form](plan.setup, len(slopes))
+        return plan.change(slopes=slopes.cpu().double()[index])
 
     @property
     def text(self) -> str:
         return f"ALiBi's slopes are those of {self.form}"
-
-
-SLOPE_FORMS = ("the KV head's index", "head 0", "the next head", "the head within its group")
 
 
 # StoredRead: a rule about caches with a scale per token and head: they are read in a wrong way.

@@ -228,6 +228,20 @@ class LoopBase(Rule):
         )
 
 
+# What the sinks are instead, from those of the plan's heads and of all heads.
+_OTHER_SINKS: dict[str, Callable[[Plan, torch.Tensor, torch.Tensor], torch.Tensor | None]] = {
+    "missing": lambda plan, sinks, every: None,
+    "counted twice": lambda plan, sinks, every: sinks + _LN_2,
+    "multiplied by ln(2)": lambda plan, sinks, every: sinks * _LN_2,
+    "multiplied by log2(e)": lambda plan, sinks, every: sinks / _LN_2,
+    "multiplied by the softmax scale": lambda plan, sinks, every: sinks * plan.setup.sm_scale,
+    "those of the KV head's index": lambda plan, sinks, every: every[plan.setup.kv_head],
+    "those of the next head": lambda plan, sinks, every: every[(plan.setup.heads + 1) % len(every)],
+    "those of head 0": lambda plan, sinks, every: every[torch.zeros_like(plan.setup.heads)],
+}
+SINK_FAULTS = tuple(_OTHER_SINKS)
+
+
 @dataclass(frozen=True, slots=True)
 class Sinks(Rule):
     """Attention sinks are left out, counted twice, scaled, or those of other heads."""
@@ -235,35 +249,14 @@ class Sinks(Rule):
     how: str
 
     def apply(self, plan: Plan) -> Plan:
-        sinks = plan.sinks
-        if sinks is None:
+        sinks, every = plan.sinks, plan.setup.call.sinks
+        if sinks is None or every is None:
             return plan
-        every = plan.setup.call.sinks
-        assert every is not None
-        every = every.cpu().double()
-        heads = plan.setup.heads
-        changes: dict[str, Callable[[], torch.Tensor | None]] = {
-            "missing": lambda: None,
-            "counted twice": lambda: sinks + _LN_2,
-            "multiplied by ln(2)": lambda: sinks * _LN_2,
-            "multiplied by log2(e)": lambda: sinks / _LN_2,
-            "multiplied by the softmax scale": lambda: sinks * plan.setup.sm_scale,
-            "those of the KV head's index": lambda: every[plan.setup.kv_head],
-            "those of the next head": lambda: every[(heads + 1) % len(every)],
-            "those of head 0": lambda: every[torch.zeros_like(heads)],
-        }
-        return plan.change(sinks=changes[self.how]())
+        return plan.change(sinks=_OTHER_SINKS[self.how](plan, sinks, every.cpu().double()))
 
     @property
     def text(self) -> str:
         return f"the sinks are {self.how}"
-
-
-SINK_FAULTS = (
-    *("missing", "counted twice", "multiplied by ln(2)", "multiplied by log2(e)"),
-    *("multiplied by the softmax scale", "those of the KV head's index"),
-    *("those of the next head", "those of head 0"),
-)
 
 
 @dataclass(frozen=True, slots=True)
