@@ -5,7 +5,6 @@ Branches, loops, conditional expressions, ``and``, ``or``, ``not`` and chained c
 """
 
 import ast
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -79,8 +78,6 @@ class Liveness:
         self.at_end: dict[ast.stmt, Names] = {}
         self.otherwise: dict[ast.stmt, Names] = {}
         self._jumps: list[tuple[Names, Names]] = []  # read after break and after continue, by loop
-        self._loaded = functools.cache(loaded)  # a loop is gone through several times
-        self._stored = functools.cache(lambda node: set(stored([node])))
         self._before(function.body, set())
 
     def _before(self, block: Sequence[ast.stmt], after: Names) -> Names:
@@ -93,7 +90,7 @@ class Liveness:
         """Return what may be read before a statement, from what may be read after it."""
         if isinstance(node, ast.If):
             self.otherwise[node] = self._before(node.orelse, after)
-            return self._loaded(node.test) | self._before(node.body, after) | self.otherwise[node]
+            return loaded(node.test) | self._before(node.body, after) | self.otherwise[node]
         if isinstance(node, ast.For | ast.While):
             return self._loop(node, after)
         if isinstance(node, ast.Break):
@@ -101,12 +98,12 @@ class Liveness:
         if isinstance(node, ast.Continue):
             return after | self._jumps[-1][1]
         if isinstance(node, ast.AugAssign):
-            return after | self._loaded(node.value) | self._stored(node)
-        return (after - self._stored(node)) | self._loaded(node)
+            return after | loaded(node.value) | set(stored([node]))
+        return (after - set(stored([node]))) | loaded(node)
 
     def _loop(self, node: ast.For | ast.While, after: Names) -> Names:
-        test = self._loaded(node.test) if isinstance(node, ast.While) else set()
-        target = self._stored(node.target) if isinstance(node, ast.For) else set()
+        test = loaded(node.test) if isinstance(node, ast.While) else set()
+        target = set(stored([node.target])) if isinstance(node, ast.For) else set()
         end = after | test
         while True:
             self._jumps.append((after, end))
@@ -116,7 +113,7 @@ class Liveness:
                 break
             end = end | (begin - target)
         self.at_end[node] = end
-        return end | (self._loaded(node.iter) if isinstance(node, ast.For) else set())
+        return end | (loaded(node.iter) if isinstance(node, ast.For) else set())
 
 
 def is_exact(node: ast.For) -> bool:
