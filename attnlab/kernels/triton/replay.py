@@ -18,8 +18,8 @@ from attnlab.kernels.triton.lockstep.launch import Together
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
-# How many times as many operations as the recorded run a run may have, and one with many edits; of these, those
-# that loop for long are left out.
+# How many times as many operations as the recorded run a run may have, and one with many edits. Of these,
+# those that loop for long are left out.
 _SLACK, _EDITS_SLACK = 20, 4
 _SLACK_S, _SLACK_TIMES = 1.0, 2.0  # processor time: so much, and so many times that of the recorded
 
