@@ -66,9 +66,7 @@ def run_in_child(job: bytes, sender: Any) -> None:
 
 
 Sender = Callable[[Any], object]
-Function = Callable[
-    [Sender], None
-]  # gets a function that sends things to the process that waits for it
+Function = Callable[[Any], None]  # gets a function that sends things to the process that waits
 
 
 def run_in_copy(function: Function, receive: Sender, limit_s: float) -> str:

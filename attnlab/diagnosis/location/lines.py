@@ -444,8 +444,11 @@ def preferred(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
 
 
 def _operands(text: str) -> set[str]:
-    """Return the names in an expression, without those of modules and of what it calls."""
-    nodes = list(ast.walk(ast.parse(f"({text})", mode="eval")))
+    """Return the names in an expression or a statement, without those of modules and of what it calls."""
+    try:
+        nodes = list(ast.walk(ast.parse(f"({text})", mode="eval")))
+    except SyntaxError:  # a statement
+        nodes = list(ast.walk(ast.parse(text.strip())))
     called = {
         id(part) for node in nodes if isinstance(node, ast.Call) for part in ast.walk(node.func)
     }

@@ -149,7 +149,13 @@ def cores() -> int:
 
 
 def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in anonymous memory that child processes share. /dev/shm is not used: it may be small."""
+    """Return a copy in anonymous memory that child processes share. /dev/shm is not used: it may be small.
+
+    With an active probe it is not shared: such launches use one process, and copies of this process may run
+    them again at the same time.
+    """
+    if current_probe() is not None:
+        return tensor.clone(memory_format=torch.contiguous_format)
     memory = mmap.mmap(-1, tensor.nbytes)
     shared = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
     return shared.copy_(tensor)

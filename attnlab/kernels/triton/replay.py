@@ -5,7 +5,7 @@ small part of the time of the call.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,10 @@ from attnlab.kernels.triton.lockstep.launch import Together
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
-_EDITS_SLACK = (
-    4  # the same for a run with many edits, of which those that loop for long are left out
-)
-_EDITS_S = 3.0  # processor time of such a run
-_SLACK = 20  # a run may have so many times as many operations as the recorded one
-_SLACK_S, _SLACK_SHARE = (
-    1.0,
-    0.1,
-)  # processor time: so much, and this share of ``slack`` times the recorded
+# How many times as many operations as the recorded run a run may have, and one with many edits. Of these,
+# those that loop for long are left out.
+_SLACK, _EDITS_SLACK = 20, 4
+_SLACK_S, _SLACK_TIMES = 1.0, 2.0  # processor time: so much, and so many times that of the recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,7 +145,6 @@ class Replay:
         self,
         units: Sequence[Unit] | None,
         edited: Mapping[Any, Any],
-        slack: int = _SLACK,
         together: Mapping[Any, Any] | None = None,
     ) -> torch.Tensor:
         """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
@@ -159,8 +153,8 @@ class Replay:
         function run only once. ``together``: the edited functions in the form in which a batch of programs
         runs them; without it, programs with an edited function run one after another.
 
-        Raises what an edited kernel raises, or TooLong if it needs more than ``slack`` times the operations
-        of the recorded run, or too much processor time.
+        Raises what an edited kernel raises, or TooLong if it needs many times the operations of the
+        recorded run, or too much processor time.
         """
         assert self.output is not None
         reached = (
@@ -168,7 +162,7 @@ class Replay:
         )
         first = next(reached, 0)
         self._restore(units, first)
-        self._run(units, edited, range(first, len(self.launches)), slack, together)
+        self._run(units, edited, range(first, len(self.launches)), together)
         return self.contents()
 
     def _run(
@@ -176,7 +170,6 @@ class Replay:
         units: Sequence[Unit] | None,
         edited: Mapping[Any, Any],
         launches: range,
-        slack: int,
         together: Mapping[Any, Any] | None = None,
     ) -> None:
         """Run programs of some launches, all programs in lockstep if possible; writes their tensors."""
@@ -194,7 +187,7 @@ class Replay:
                 if not programs:
                     continue
                 kernel = launch.function.rewrite()
-                observed = RunLog(budget=_budget(launch, programs, slack))
+                observed = RunLog(budget=_budget(launch, programs))
                 notes = _Notes(self._note_stores)
                 if units is None and not self._run_together(launch, programs, observed):
                     continue
@@ -270,7 +263,7 @@ class Replay:
             launch=launch,
             programs=programs,
             prepare=self._prepare(launch),
-            budget=lambda: replace(_budget(launch, set(programs), _EDITS_SLACK), seconds=_EDITS_S),
+            budget=lambda: _budget(launch, programs, _EDITS_SLACK),
         )
         with probing(Probe(together=forms)):
             ran = edited.run(edits)
@@ -299,7 +292,7 @@ class Replay:
                 self._note_stores(addresses)
             writes.apply()
             try:
-                self._run(units, {}, range(at + 1, following), _SLACK)
+                self._run(units, {}, range(at + 1, following))
             except (Exception, TooLong):  # for numbers that no right kernel stores
                 return False
         return True
@@ -330,7 +323,7 @@ class Replay:
         key = (None if units is None else tuple(map(id, units)), first)
         if first and key not in self._states:
             self._restore(units, 0)
-            self._run(units, {}, range(first), _SLACK)
+            self._run(units, {}, range(first))
             self._states[key] = [tensor.clone() for tensor in self._written]
         for at, tensor in enumerate(self._written):
             address = tensor.data_ptr()
@@ -417,10 +410,10 @@ def _elements(tensor: torch.Tensor, addresses: Any) -> Any:
     return index
 
 
-def _budget(launch: LaunchLog, programs: set[tuple[int, int, int]], slack: int) -> Budget:
+def _budget(launch: LaunchLog, programs: Collection[Program], slack: int = _SLACK) -> Budget:
     """Return what a run of some programs of a launch may use."""
     logs = [log for log in launch.programs if log.program in programs]
     return Budget(
         operations=slack * (1 + sum(log.operations for log in logs)),
-        seconds=_SLACK_S + _SLACK_SHARE * slack * sum(log.seconds for log in logs),
+        seconds=_SLACK_S + _SLACK_TIMES * sum(log.seconds for log in logs),
     )

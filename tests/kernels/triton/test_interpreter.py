@@ -19,8 +19,10 @@ from attnlab.case.errors import Unavailable
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.backend import RunOptions
+from attnlab.kernels.child_process import run_in_copies
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
 
@@ -258,3 +260,16 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
     (one,) = forked
     with pytest.raises(ChildProcessError):  # no child remains
         os.waitpid(one.child, os.WNOHANG)
+
+
+def test_copies_of_a_process_do_not_share_what_a_probe_records() -> None:
+    """Trial edits run recorded launches again in several copies at the same time."""
+
+    def fill(tensor: torch.Tensor) -> float:
+        run_in_copies([lambda send: send(float(tensor.fill_(1.0).sum()))], lambda thing: None, 10.0)
+        return float(tensor.sum())
+
+    assert fill(interpreter.shared_copy(torch.zeros(3))) == 3
+    with probing(Probe(records=True)):
+        recorded = interpreter.shared_copy(torch.zeros(3))
+    assert fill(recorded) == 0

@@ -177,15 +177,14 @@ class EditRun:
         """
         edits, count = [*edits, _NO_EDIT], len(self.programs)
         every = np.arange(len(edits) * count)
-        todo = [every[i : i + _MOST * count] for i in range(0, len(every), _MOST * count)]
+        todo = [(every[i : i + _MOST * count], False) for i in range(0, len(every), _MOST * count)]
         ended, raised = dict[int, list[Store]](), set[int]()
         try:
             kernel = Form(self.launch.function).rewrite()
         except Refused:
             return {}
         while todo:
-            if len(places := todo.pop()):
-                self._step(kernel, edits, places, todo, ended, raised)
+            self._step(kernel, edits, *todo.pop(), todo, ended, raised)
         found: dict[int, Writes | None] = dict.fromkeys(raised)
         for i, number in enumerate(edits[:-1]):
             span = range(i * count, (i + 1) * count)
@@ -201,15 +200,20 @@ class EditRun:
         kernel: Any,
         edits: Sequence[int],
         places: Any,
-        todo: list[Any],
+        is_alike: bool,
+        todo: list[tuple[Any, bool]],
         ended: dict[int, list[Store]],
         raised: set[int],
     ) -> None:
         """Run a batch of copies of programs; add the stores of each to ``ended``, and edits that raise to
-        ``raised``. If the batch does not end, add its parts to ``todo``."""
+        ``raised``. If the batch does not end, add its parts to ``todo``.
+
+        ``is_alike``: the edits have values of one type, so that the language raises for all or none.
+        """
         from triton.runtime import interpreter
 
-        numbers = self._edits(edits, places)
+        numbers, file = self._edits(edits, places), kernel.__code__.co_filename
+        kinds = np.unique(numbers)
         ids = np.array(self.programs, dtype=np.int32)[places % len(self.programs)]
         budget = self.budget()
         notes = Notes(budget=budget)
@@ -221,23 +225,25 @@ class EditRun:
         try:
             with self.prepare(notes, extension_of(interpreter)), limited(budget):
                 kernel(**self.launch.converted)
-            file = kernel.__code__.co_filename
             raised |= {n for n, error in batch.raised.items() if _is_of_kernel(error, file)}
             unclear = set(batch.raised).union(*batch.apart)
             for at, place in enumerate(places.tolist()):
                 if int(numbers[at]) not in unclear:
                     ended[place] = list(_of_program(tensors.stores, at))
             for group in batch.apart:
-                todo.append(places[np.isin(numbers, [*set(group) - batch.raised.keys()])])
+                left = np.isin(numbers, [*set(group) - batch.raised.keys()])
+                todo += [(places[left], True)] if left.any() else []
         except Diverged as diverged:
-            todo += [places[group] for group in diverged.groups]
+            todo += [(places[group], is_alike) for group in diverged.groups]
         except TooLong:
-            slow = set(batch.slow or numbers[batch.is_active].tolist())
-            todo.append(places[[number not in slow for number in numbers.tolist()]])
-        except Exception:  # of one of them, or of lockstep
-            kinds = np.unique(numbers)
+            left = ~np.isin(numbers, batch.slow or numbers[batch.is_active])
+            todo += [(places[left], is_alike)] if left.any() else []
+        except Exception as error:  # of one of them, or of lockstep
             is_first = numbers < kinds[len(kinds) // 2]
-            todo += [places[is_first], places[~is_first]] if len(kinds) > 1 else []
+            if (is_alike or len(kinds) == 1) and _is_of_kernel(error, file):
+                raised |= {*kinds.tolist()}
+            elif len(kinds) > 1:
+                todo += [(places[is_first], is_alike), (places[~is_first], is_alike)]
         finally:
             control.begin(None)
 
