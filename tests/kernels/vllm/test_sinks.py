@@ -14,7 +14,7 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
+from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED, VLLM_OPS
 from attnlab.contracts.contract import TRITON_DECODE, Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -55,7 +55,7 @@ def test_logits_are_of_each_heads_own(num_heads):
         assert not torch.equal(logits, logits.sort().values)
 
 
-@pytest.mark.parametrize("op", [*TRITON_OPS, CPU_ATTENTION])
+@pytest.mark.parametrize("op", VLLM_OPS)
 def test_who_takes_them(op):
     """Only ops that accept sinks allow a Case with them; others reject it in one line."""
     lens = {"query_lens": (1,), "ctx_lens": (5 * OPS[op].context,)}

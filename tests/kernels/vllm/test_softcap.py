@@ -13,7 +13,7 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, TRITON_OPS, UNIFIED, WRAPPER
+from attnlab.case.ops import DECODE_FWD, OPS, UNIFIED, VLLM_OPS, WRAPPER
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -41,7 +41,7 @@ def capped(op: str = UNIFIED, **changes) -> Case:
     return hostile(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("op", [*TRITON_OPS, CPU_ATTENTION])
+@pytest.mark.parametrize("op", VLLM_OPS)
 def test_who_takes_it(op):
     """Only ops that accept a cap allow a Case with one; others reject it in one line."""
     own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
