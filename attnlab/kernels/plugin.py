@@ -209,9 +209,11 @@ class PluginBackend(Backend):
             if record.result is None and not record.parameters("output"):
                 text = f"{record.name} must state a result, or a parameter whose value is output"
                 raise InvalidCase(f"{text}, got neither", field="op")
-            if OPS.setdefault(record.name, record).module != record.module:
+            known = OPS.get(record.name, record)
+            if (known.library, known.module) != (record.library, record.module):
                 text = f"{self.name}: name must be new, got {record.name}"
                 raise InvalidCase(text, field="op")
+            OPS[record.name] = record  # of a file that has changed, the new one
         if not self.records and self.op not in TRITON_OPS:
             raise InvalidCase(
                 f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
