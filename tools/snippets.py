@@ -166,7 +166,11 @@ RULES = (
         pattern=r"check --source.*--coverage|--shard", reason="", added=ONE_CASE, marker="releases"
     ),
     Rule(
-        pattern=r"^attnlab check .*:my_",
+        pattern=r"--library",
+        reason="needs a wheel of 39 MB; tests/library has a library of its own",
+    ),
+    Rule(
+        pattern=r"^attnlab check .*:(my_|PAGES)",
         reason="a check takes minutes",
         added="--cases 1 --engine local:1",
     ),

@@ -24,7 +24,7 @@ from attnlab.case.fields import (
 )
 from attnlab.case.masks import CAUSAL, DATA_FIELDS, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES
+from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES, VLLM_OPS
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.shown import Shown
 from attnlab.case.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES
@@ -42,7 +42,7 @@ REFERENCE_DTYPES = ("float32", "float64")
 
 
 class OpName(OneOf):
-    """One of the names of ops, or that of a record that was loaded later."""
+    """One of the names of vLLM's ops, or that of another library's record."""
 
     def check(self, name: str, value: Any) -> str:
         return value if isinstance(value, str) and value in OPS else super().check(name, value)
@@ -65,7 +65,9 @@ class CaseFields(Shown):
     The defaults are those of vLLM's tests/kernels/attention/test_prefix_prefill.py.
     """
 
-    op: str = _test(DEFAULT_OP, OpName(tuple(OPS)), "operation to call")
+    op: str = _test(
+        DEFAULT_OP, OpName(VLLM_OPS), "operation of vLLM to call, or of another library"
+    )
     num_heads: int = _test(64, Int(1, 4096), "number of query heads")
     num_queries_per_kv: int = _test(
         1, Int(1, 4096), "number of query heads per KV head (the GQA ratio)"

@@ -212,6 +212,14 @@ def is_plugin(backend: str) -> bool:
     return any(form.fullmatch(backend) for form in forms)
 
 
+def library_of(backend: str) -> str | None:
+    """Return the library whose kernels a backend takes from a source: vllm, or that of "library:NAME"."""
+    if backend in ("vllm", "rocm", "cuda"):
+        return "vllm"
+    kind, _, name = backend.partition(":")
+    return name if kind == "library" else None
+
+
 def names_file(backend: str) -> bool:
     """Return whether the name of a user's kernel is not one of a module or an entry point."""
     return not (ENTRY_POINT.fullmatch(backend) or MODULE_FUNCTION.fullmatch(backend))

@@ -20,8 +20,9 @@ _BOTH = ("0.11.2", "0.33.0")
 class Mask:
     """A rule by which rows see keys.
 
-    - ``summary``: what a row sees. ``uses``: the fields of a KernelCall that state it, as the records of ops
-      name them; ``inside``: names that the op's source must have, too.
+    - ``summary``: what a row sees. ``states``: the fields of a KernelCall that state it, each with its value,
+      or the name of what :mod:`attnlab.tensors.case_visibility` makes of a Case. An op has the mask if its
+      record has arguments for them; ``inside``: names that the op's source must have, too.
     - ``ops``: the releases whose op has these arguments, by the op's name.
     - ``needs_window``: sliding_window must be above 0. ``sees_beyond_window``: rows see keys before it.
     - ``data``: the field of a Case with the mask's data.
@@ -29,7 +30,7 @@ class Mask:
 
     name: str
     summary: str
-    uses: tuple[str, ...]
+    states: Mapping[str, bool | str]
     ops: Mapping[str, tuple[str, ...]]
     needs_window: bool = False
     sees_beyond_window: bool = False
@@ -45,20 +46,20 @@ _ALL = (
     Mask(
         name=CAUSAL,
         summary="each row sees the keys up to its own, within the sliding window if there is one",
-        uses=(),
+        states={},
         ops={},
     ),
     Mask(
         name="bidirectional",
         summary="each row sees the new tokens after it, too; a window has two sides, but that of the "
         "prefill kernel only the left one",
-        uses=("causal",),
+        states={"causal": False},
         ops={WRAPPER: _NEW, PREFILL: _NEW, ENCODER: _NEW, UNIFIED: _NEW},
     ),
     Mask(
         name="causal_by_sequence",
         summary="some sequences are causal, the others bidirectional",
-        uses=("causal",),
+        states={"causal": "causal_seqs"},
         ops={UNIFIED: _NEW},
         data="causal_seqs",
         inside=("USE_PER_SEQ_CAUSAL",),
@@ -67,7 +68,7 @@ _ALL = (
         name="ranges",
         summary="causal, and bidirectional within ranges of positions, as of images; a range extends beyond "
         "the window",
-        uses=("mm_prefix_range",),
+        states={"mm_prefix_range": "ranges"},
         ops={UNIFIED: _NEW},
         sees_beyond_window=True,
         data="mm_prefix_range",
@@ -75,7 +76,7 @@ _ALL = (
     Mask(
         name="ranges_in_window",
         summary="causal, and bidirectional within ranges of positions that the window limits to the left",
-        uses=("mm_prefix_range", "mm_prefix_clamp_sliding_window"),
+        states={"mm_prefix_range": "ranges", "mm_prefix_clamp_sliding_window": True},
         ops={UNIFIED: _NEW},
         needs_window=True,
         data="mm_prefix_range",
@@ -83,7 +84,7 @@ _ALL = (
     Mask(
         name="prefix_and_window",
         summary="each row sees a prefix of its sequence, and the keys of the window (R-SWA)",
-        uses=("rswa_prefix_lens", "rswa_window"),
+        states={"rswa_prefix_lens": "prefix_lens"},
         ops={UNIFIED: _NEW},
         needs_window=True,
         sees_beyond_window=True,
@@ -93,7 +94,7 @@ _ALL = (
         name="chunks",
         summary="each row sees its own chunk, up to itself, and chunk_lookback chunks before; a chunk has "
         "sliding_window // (chunk_lookback + 1) tokens",
-        uses=("chunk_lookback",),
+        states={"chunk_lookback": "lookback"},
         ops={UNIFIED: _NEW},
         needs_window=True,
         data="chunk_lookback",
@@ -101,7 +102,7 @@ _ALL = (
     Mask(
         name="tree",
         summary="the new tokens are a tree of drafts: a bias for pairs of them, -inf off a row's branch",
-        uses=("qq_bias",),
+        states={"qq_bias": "tree_bias"},
         ops={UNIFIED: _BOTH},
         data="tree_parents",
     ),

@@ -57,7 +57,7 @@ class Needs:
 class OpArgument:
     """An argument, or several that belong together, with the values that a Case passes.
 
-    - ``ops``: the ops that have it, in some release. ``parameters``: the names that it sets.
+    - ``ops``: the ops that have it, in some release.
     - ``summary``: what it does. ``needs``: fields of the Case with the value that they must have.
     - ``requires``: what the source of an op must have, by op. ``passes``: arguments as expressions in those
       that the op gets without it; None if :mod:`attnlab.kernels.vllm.op_arguments` makes them.
@@ -71,7 +71,6 @@ class OpArgument:
 
     name: str
     ops: tuple[str, ...]
-    parameters: tuple[str, ...]
     summary: str
     needs: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Needs] = field(default_factory=dict)
@@ -96,7 +95,7 @@ class OpArgument:
 
 
 NONE = "none"
-NO_ARGUMENT = OpArgument(name=NONE, ops=(), parameters=(), summary="the op's own defaults")
+NO_ARGUMENT = OpArgument(name=NONE, ops=(), summary="the op's own defaults")
 _INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
 _INT4_NAME = "INT4_PER_TOKEN_HEAD"
 _SCALED = Needs(own=("kv_quant_mode", "k_scale_cache", "v_scale_cache"))
@@ -110,7 +109,6 @@ _ALL = (
     OpArgument(
         name="alibi_sqrt",
         ops=(UNIFIED,),
-        parameters=("use_alibi_sqrt",),
         summary="the bias of ALiBi is the slope times the negative root of the distance",
         needs={"alibi": True},
         no_xray="its rules know the ALiBi bias by distance alone",
@@ -120,7 +118,6 @@ _ALL = (
     OpArgument(
         name="fp8_query",
         ops=(UNIFIED, WRAPPER, PREFILL, ENCODER, DECODE_FWD),
-        parameters=("q_descale",),
         summary="the query is FP8, with a scale; without a cache key and value are, too",
         needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
@@ -129,7 +126,6 @@ _ALL = (
     OpArgument(
         name="fp8_output",
         ops=(WRAPPER, PREFILL, UNIFIED, MERGE),
-        parameters=("output_scale", "fp8_out_scale", "prefill_tokens_with_context"),
         summary="the output is FP8, with a scale; in a merge the last tokens have no context",
         has_fp8=True,
         no_xray="an FP8 output holds a weight to 4 bits",
@@ -141,7 +137,6 @@ _ALL = (
     OpArgument(
         name="int8_per_token_head",
         ops=(UNIFIED, DECODE_FWD, WRITE),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int8", mode=_INT8),
@@ -150,7 +145,6 @@ _ALL = (
     OpArgument(
         name="fp8_per_token_head",
         ops=(UNIFIED, WRITE),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="fp8", mode=_FP8),
@@ -160,7 +154,6 @@ _ALL = (
     OpArgument(
         name="int4_per_token_head",
         ops=(UNIFIED, WRITE),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is INT4, rotated, with a scale and a zero point per token and KV head",
         needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int4", mode=_INT4),
@@ -175,7 +168,6 @@ _ALL = (
     OpArgument(
         name="diffkv",
         ops=(UNIFIED, WRITE),
-        parameters=("k", "v", "key", "value"),
         summary="values are narrower than keys, in one cache, by an op of its own",
         needs={"mask": "causal"},
         least_head_size=3,
@@ -184,7 +176,6 @@ _ALL = (
     OpArgument(
         name="tensor_descriptors",
         ops=(UNIFIED,),
-        parameters=("use_td",),
         summary="the kernel reads and writes by tensor descriptors",
         requires={UNIFIED: Needs(own=("use_td",))},
         passes={"use_td": "True"},
@@ -192,7 +183,6 @@ _ALL = (
     OpArgument(
         name="cached_new_tokens",
         ops=(WRAPPER, PREFILL),
-        parameters=("k", "v", "key", "value"),
         summary="key and value are None: new tokens come from the cache",
         no_xray="it passes coded values of new tokens as arguments, which the op does not get",
         requires=dict.fromkeys((WRAPPER, PREFILL), Needs(inside=("KV_FROM_CACHE",))),
@@ -201,14 +191,12 @@ _ALL = (
     OpArgument(
         name="block_pointers",
         ops=(WRAPPER, PREFILL),
-        parameters=("is_block_table_ptr",),
         summary="the block table holds addresses",
         requires=dict.fromkeys((WRAPPER, PREFILL), Needs(own=("is_block_table_ptr",))),
     ),
     OpArgument(
         name="sinks_of_key_0",
         ops=(ENCODER,),
-        parameters=("sinks_bias_key0",),
         summary="a sink is added to the score of key 0, and has no weight of its own",
         needs={"sinks": True},
         no_xray="its rules know no bias of a single key",
@@ -218,7 +206,6 @@ _ALL = (
     OpArgument(
         name="skip_decode",
         ops=(PREFILL,),
-        parameters=("skip_decode",),
         summary="sequences with one new token are not computed",
         needs={"output_init": "zeros"},
         no_xray="rows that the op skips have no weights",
@@ -228,28 +215,24 @@ _ALL = (
     OpArgument(
         name="suffix_only_tokens",
         ops=(MERGE,),
-        parameters=("prefill_tokens_with_context",),
         summary="the last tokens have no context: their prefix is not read",
         requires={MERGE: Needs(own=("prefill_tokens_with_context",))},
     ),
     OpArgument(
         name="no_lse",
         ops=(MERGE,),
-        parameters=("output_lse", "prefill_tokens_with_context"),
         summary="the log-sum-exp is not returned; the last tokens have no context",
         requires={MERGE: Needs(own=("output_lse",))},
     ),
     OpArgument(
         name="latent_cache",
         ops=(DECODE_FWD,),
-        parameters=("is_mla",),
         summary="the value is the first eight ninths, or all, of the key (MLA)",
         no_xray="the values are a part of the keys, so they cannot be coded alone",
     ),
     OpArgument(
         name="default_scales",
         ops=(DECODE_FWD,),
-        parameters=("k_scale", "v_scale"),
         summary="k_scale and v_scale are None",
         needs={"kv_cache_dtype": "auto"},
         requires={DECODE_FWD: Needs(own=("k_scale", "v_scale"))},
@@ -258,21 +241,18 @@ _ALL = (
     OpArgument(
         name="flat_buffers",
         ops=(DECODE_FWD,),
-        parameters=("k_buffer", "v_buffer"),
         summary="the caches have no dimension of blocks",
         passes={name: f"{name}.flatten(0, 1)" for name in ("k_buffer", "v_buffer")},
     ),
     OpArgument(
         name="gaps",
         ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
-        parameters=("query", "q", "output", "key"),
         summary="every stride that the kernels use is larger than that of a contiguous tensor",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(
         name="padded_heads",
         ops=(MERGE,),
-        parameters=("prefix_output",),
         summary="the heads of both parts and of the output are padded, as attention backends pad values",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
         passes={
@@ -282,7 +262,6 @@ _ALL = (
     OpArgument(
         name="short_scratch",
         ops=(UNIFIED,),
-        parameters=("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
         summary="the scratch memory of the split path has fewer rows than there are tokens",
         requires={UNIFIED: Needs(own=_SEGMENTS)},
         passes={name: f"{name}[: q.shape[0] - 1]" for name in _SEGMENTS},
@@ -290,7 +269,6 @@ _ALL = (
     OpArgument(
         name="no_max_seq_len",
         ops=(PREFILL,),
-        parameters=("max_seq_len",),
         summary="max_seq_len is None",
         requires={PREFILL: Needs(own=("max_seq_len",))},
         passes={"max_seq_len": "None"},
@@ -298,7 +276,6 @@ _ALL = (
     OpArgument(
         name="fp8_tokens",
         ops=(WRITE,),
-        parameters=("key", "value"),
         summary="key and value are FP8 already",
         needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
@@ -306,7 +283,6 @@ _ALL = (
     OpArgument(
         name="byte_cache",
         ops=(WRITE,),
-        parameters=("key_cache", "value_cache"),
         summary="the FP8 cache is passed as uint8",
         needs={"kv_cache_dtype": "fp8"},
         passes={name: f"{name}.view(uint8)" for name in ("key_cache", "value_cache")},
@@ -314,7 +290,6 @@ _ALL = (
     OpArgument(
         name="named_cache_dtype",
         ops=(WRITE,),
-        parameters=("kv_cache_dtype",),
         summary='kv_cache_dtype is "bfloat16", another name for an unscaled cache',
         needs={"kv_cache_dtype": "auto"},
         passes={"kv_cache_dtype": "'bfloat16'"},
@@ -322,14 +297,12 @@ _ALL = (
     OpArgument(
         name="head_major",
         ops=(WRITE,),
-        parameters=("key_cache", "value_cache"),
         summary="the cache has the layout x-split, with heads before slots",
         requires={WRITE: Needs(inside=("USE_HEAD_MAJOR_LAYOUT",))},
     ),
     OpArgument(
         name="head_major_packed",
         ops=(WRITE,),
-        parameters=("interleaved_v_pack_factor",),
         summary="as head_major, with values in packs of 16 bytes",
         requires={WRITE: Needs(own=("interleaved_v_pack_factor",))},
     ),
@@ -353,7 +326,6 @@ OP_ARGUMENTS: dict[str, OpArgument] = {one.name: one for one in _ALL} | {
         one,
         name=name,
         ops=(WRITE,),
-        parameters=("key", "value", "value_cache"),
         summary=summary if one is NO_ARGUMENT else f"as {one.name}; {summary}",
         requires={op: needs for op, needs in one.requires.items() if op == WRITE},
         strided=one.name,

@@ -19,9 +19,8 @@ _FIRST = (WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE, CPU_ATTE
 _RECORDS = {op.name: op for library in libraries() for op in ops_of(library)}
 OPS: dict[str, Op] = {name: _RECORDS[name] for name in dict.fromkeys((*_FIRST, *_RECORDS))}
 DEFAULT_OP = WRAPPER
-TRITON_OPS = tuple(  # the ops of vLLM's Triton library
-    op.name for op in OPS.values() if op.library == "vllm" and op.is_triton
-)
+VLLM_OPS = tuple(op.name for op in OPS.values() if op.library == "vllm")
+TRITON_OPS = tuple(name for name in VLLM_OPS if OPS[name].is_triton)
 
 
 def check_weighs_values(op: Op) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.case.ops import DECODE_FWD, ENCODER, OPS, PREFILL, UNIFIED, WRAPPER, Op
 
@@ -360,7 +361,7 @@ def _masked(mask: str, reason: str, **fields: Any) -> Variant:
     return Variant({**_LENGTHS, "mask": mask, **fields}, reason)
 
 
-ARGUMENT_VARIANTS = (
+_STATED = (
     *VALUE_VARIANTS,
     _masked("bidirectional", "Each row sees the tokens after it."),
     _masked(
@@ -617,5 +618,21 @@ ARGUMENT_VARIANTS = (
         {**_ROWS, "op_argument": "fp8_query", "kv_cache_dtype": "fp8"},
         "An FP8 query in decodes alone, whose scale no argument passes.",
         (WRAPPER,),
+    ),
+)
+
+
+# All of them: an op argument or a mask without a variant of its own has the plain one.
+ARGUMENT_VARIANTS = (
+    *_STATED,
+    *(
+        Variant({**_LENGTHS, **one.needs, "op_argument": name}, one.summary)
+        for name, one in OP_ARGUMENTS.items()
+        if name not in {variant.fields.get("op_argument") for variant in _STATED}
+    ),
+    *(
+        _masked(name, one.summary, **({"sliding_window": 5} if one.needs_window else {}))
+        for name, one in MASKS.items()
+        if name != CAUSAL and name not in {variant.fields.get("mask") for variant in _STATED}
     ),
 )

@@ -208,6 +208,7 @@ def check_run_flags(args: argparse.Namespace) -> None:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
     from attnlab.checker.check import check_library_flags
+    from attnlab.checker.finding import read_known
 
     command.check_share_flags(args)
     check_library_flags(**_library(args), coverage=_is_measured(args))
@@ -216,6 +217,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
         )
+    if (
+        args.known is not None and args.kernel is None
+    ):  # the op of a kernel is known once it is loaded
+        read_known(args.known)
     check_ci_files(args)
     if args.out is not None:
         from attnlab.tasks.store import check_can_store
@@ -226,12 +231,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _backend(args: argparse.Namespace) -> "Backend":
     """Return what is checked, and create the folders of the files to write."""
     from attnlab.checker.check import backend_of
-    from attnlab.checker.finding import read_known
 
     _check_flags(args)
     backend = backend_of(**_library(args))
-    if args.known is not None:
-        read_known(args.known)
     if args.source is not None and args.library == "vllm":
         from attnlab.kernels.vllm.source import find_source
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import check_plugin_file, difference, is_plugin, names_file
+from attnlab.case.fields import check_plugin_file, difference, is_plugin, library_of, names_file
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
@@ -364,16 +364,19 @@ def case_with_source(args: argparse.Namespace) -> Case:
     case = case_of_flags(args)
     if args.source is not None and args.field_backend is None and case.backend == "model":
         case = case.replace(backend="vllm")
-    if args.source is not None and case.backend not in ("vllm", "rocm", "cuda"):
+    args.field_backend = case.backend if args.source is not None else args.field_backend
+    library = library_of(case.backend)
+    if args.source is not None and library is None:
         raise InvalidCase(
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
             field="source",
         )
-    if args.source is not None:
+    if args.source is not None and library is not None:
         from attnlab.kernels.vllm.source import find_source, source_path
+        from attnlab.library.op import package_of
 
         args.source = source_path(str(args.source))
-        find_source(args.source)
+        find_source(args.source, package_of(library))
     return case
 
 
@@ -390,7 +393,8 @@ def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
     """
     from attnlab.lab.lab import Lab
 
-    if args.source is not None:
+    is_vllm = library_of(args.field_backend or "vllm") == "vllm"
+    if args.source is not None and is_vllm:
         from attnlab.kernels.vllm.source import find_source
 
         notice_rules(find_source(args.source))

@@ -4,6 +4,8 @@ own functions."""
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnlab.case.fields import library_of
+
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
 
@@ -41,4 +43,4 @@ def find_backend(
         return CpuBackend()
     from attnlab.kernels.plugin import PluginBackend
 
-    return PluginBackend(spec=name, path=source if name.startswith("library:") else None)
+    return PluginBackend(spec=name, path=None if library_of(name) is None else source)

@@ -196,7 +196,8 @@ class Values(dict[str, Any]):
         elif hasattr(self._call, name):
             found = getattr(self._call, name)
         else:
-            raise NameError(f"{name} is not a value that a record can name")
+            text = f"the record of {self._call.op} must use names of attnlab/kernels/binding.py"
+            raise Unavailable(f"{text}, got {name}")
         self[name] = found
         return found
 
@@ -238,7 +239,8 @@ def bind(
         is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN
         if is_required and name not in given:
             raise Unavailable(
-                f"{call.op} requires the argument {name}, which the lab does not know"
+                f"{call.op} requires the argument {name}, which the lab does not know: "
+                "add it to the arguments of the op's record"
             )
     return {name: given[name] for name in parameters if name in given}
 

@@ -30,7 +30,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-import re
 import signal
 import sys
 import threading
@@ -54,7 +53,7 @@ from attnlab.case.errors import (
     Unavailable,
     Unsupported,
 )
-from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file, refuse
+from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file, library_of, refuse
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, TRITON_OPS
 from attnlab.case.platforms import PLATFORMS, Platform
@@ -210,9 +209,11 @@ class PluginBackend(Backend):
             if record.result is None and not record.parameters("output"):
                 text = f"{record.name} must state a result, or a parameter whose value is output"
                 raise InvalidCase(f"{text}, got neither", field="op")
-            if OPS.setdefault(record.name, record).module != record.module:
+            known = OPS.get(record.name, record)
+            if (known.library, known.module) != (record.library, record.module):
                 text = f"{self.name}: name must be new, got {record.name}"
                 raise InvalidCase(text, field="op")
+            OPS[record.name] = record  # of a file that has changed, the new one
         if not self.records and self.op not in TRITON_OPS:
             raise InvalidCase(
                 f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
@@ -222,11 +223,11 @@ class PluginBackend(Backend):
     @cached_property
     def records(self) -> tuple[Op, ...]:
         """Return the records that the spec names; none for a function."""
-        library = _LIBRARY.fullmatch(self.spec)
+        library = library_of(self.spec)
         if library is not None:
-            if library[1] not in libraries():
-                refuse("library", f"one of {', '.join(libraries())}", library[1])
-            return tuple(op for op in ops_of(library[1]) if op.is_triton)
+            if library not in libraries():
+                refuse("library", f"one of {', '.join(libraries())}", library)
+            return tuple(op for op in ops_of(library) if op.is_triton)
         found = load_kernel(self.spec) if self.function is None else self.function
         return (found,) if isinstance(found, Op) else ()
 
@@ -240,8 +241,8 @@ class PluginBackend(Backend):
     @cached_property
     def source(self) -> Source | None:
         """Return the source of a library; None for records of modules that Python can import."""
-        library = _LIBRARY.fullmatch(self.spec)
-        return None if library is None else find_source(self.path, package_of(library[1]))
+        library = library_of(self.spec)
+        return None if library is None else find_source(self.path, package_of(library))
 
     def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
         """Return the function of an op's record, as its package is on a platform."""
@@ -379,9 +380,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> PluginBackend:
     """Restore a backend in another process, which loads the function again."""
     return PluginBackend(spec=spec, stands_for=stands_for, path=path)
-
-
-_LIBRARY = re.compile(r"library:(\w+)")
 
 
 @lru_cache(maxsize=16)

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import library_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.source import find_source, source_path
+from attnlab.library.op import package_of
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
 
 ORIGIN = "origin"  # the name of a kernel: the op that a call's origin names
-_OF_SOURCE = ("vllm", "rocm")  # backends that run the kernels of a source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,10 @@ class Runner:
     @property
     def name(self) -> str:
         """Return the target as text: its source, or its backend."""
-        if self.backend not in _OF_SOURCE:
+        if not _has_source(self.backend):
             return self.backend
-        source = "installed vLLM" if self.source is None else self.given
+        package = package_of(library_of(self.backend) or "vllm")
+        source = f"installed {package.title}" if self.source is None else self.given
         return source if self.backend == "vllm" else f"{source} ({self.backend})"
 
     def find(self) -> "Backend":
@@ -62,15 +64,16 @@ def runners(
         return [Runner(backend="model")]
     paths = [source_path(text) for text in sources]
     named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
+    names = list(dict.fromkeys(backends))
+    library = next((found for name in names if (found := library_of(name))), "vllm")
     for path in paths:
         if not is_in_git(path):
-            find_source(path)
-    names = list(dict.fromkeys(backends))
-    if paths and not any(name in _OF_SOURCE for name in names):
+            find_source(path, package_of(library))
+    if paths and not any(_has_source(name) for name in names):
         names.insert(0, "vllm")
     targets = []
     for name in names:
-        if name not in _OF_SOURCE:
+        if not _has_source(name):
             _check_backend(name)
             targets.append(Runner(backend=name))
             continue
@@ -80,6 +83,11 @@ def runners(
             for path, text in named or [(None, "")]
         ]
     return targets
+
+
+def _has_source(backend: str) -> bool:
+    """Answer whether a backend runs a call by the kernels of a source."""
+    return library_of(backend) is not None and backend != "cuda"
 
 
 def _check_backend(name: str) -> None:

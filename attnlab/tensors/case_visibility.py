@@ -1,7 +1,7 @@
 """The Visibility of a Case: the data of its mask, given or from its lengths and seed."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
-from attnlab.case.masks import CAUSAL
+from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.ops import PREFILL, WRAPPER
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.visibility import SequenceMask, Visibility
@@ -68,26 +68,15 @@ def visibility_of(case: Case) -> Visibility:
 @lru_cache(maxsize=16)
 def _masked(case: Case) -> Visibility:
     """Return the Visibility of a Case whose mask is not causal."""
-    window, mask = case.sliding_window, case.mask
+    window = case.sliding_window
+    stated: dict[str, Any] = {
+        name: _MADE[how](case) if isinstance(how, str) else how
+        for name, how in MASKS[case.mask].states.items()
+    }
     # A window is limited to the right as far as to the left, except in the prefill kernel.
-    right = window - 1 if window and case.op not in (PREFILL, WRAPPER) else None
-    if mask == "bidirectional":
-        return Visibility(causal=False, sliding_window=window, window_right=right)
-    if mask == "causal_by_sequence":
-        return Visibility(causal=causal_seqs(case), sliding_window=window, window_right=right)
-    if mask in ("ranges", "ranges_in_window"):
-        clamp = mask == "ranges_in_window"
-        return Visibility(
-            sliding_window=window,
-            mm_prefix_range=ranges(case),
-            mm_prefix_clamp_sliding_window=clamp,
-        )
-    if mask == "prefix_and_window":
-        return Visibility(sliding_window=window, rswa_prefix_lens=prefix_lens(case))
-    if mask == "chunks":
-        lookback = 1 if case.chunk_lookback is None else case.chunk_lookback
-        return Visibility(sliding_window=window, chunk_lookback=min(lookback, window - 1))
-    return Visibility(sliding_window=window, qq_bias=tree_bias(case))
+    has_right = window and "causal" in stated and case.op not in (PREFILL, WRAPPER)
+    right = window - 1 if has_right else None
+    return Visibility(sliding_window=window, window_right=right, **stated)
 
 
 def causal_seqs(case: Case) -> torch.Tensor:
@@ -139,6 +128,17 @@ def tree_bias(case: Case) -> torch.Tensor:
     return bias.masked_fill((away > 0) & (away % 3 == 1), -torch.inf)
 
 
+def lookback(case: Case) -> int:
+    """Return how many chunks before its own a row sees: given, or one, and fewer than the window has keys."""
+    given = 1 if case.chunk_lookback is None else case.chunk_lookback
+    return min(given, case.sliding_window - 1)
+
+
+_MADE: dict[str, Callable[[Case], Any]] = {
+    one.__name__: one for one in (causal_seqs, ranges, prefix_lens, lookback, tree_bias)
+}
+
+
 def longest_mask(case: Case) -> SequenceMask:
     """Return the mask of the first sequence with the most new tokens."""
     lengths = case.lengths
@@ -148,7 +148,7 @@ def longest_mask(case: Case) -> SequenceMask:
 
 def data_of_seq(case: Case, seq: int) -> dict[str, Any]:
     """Return the fields of a Case with the data of its mask for one of its sequences alone."""
-    if case.mask == "causal_by_sequence":
+    if MASKS[case.mask].data == "causal_seqs":
         return {"causal_seqs": (int(causal_seqs(case)[seq]),)}
     found: dict[str, Any] = {}
     for name in ("mm_prefix_range", "rswa_prefix_lens"):
@@ -165,11 +165,11 @@ def data_of_lengths(case: Case, query_len: int, ctx_len: int) -> dict[str, Any]:
     """
     dropped = [case.lengths.ctx_lens[0] - ctx_len]
     seq_lens = [ctx_len + query_len]
-    if case.mask in ("ranges", "ranges_in_window"):
+    if MASKS[case.mask].data == "mm_prefix_range":
         kept = cut_ranges(ranges(case), dropped, seq_lens)
         used = kept[0][kept[0].any(-1)].flatten().tolist()
         return {"mm_prefix_range": (tuple(used or (0, 0)),)}
-    if case.mask == "prefix_and_window":
+    if MASKS[case.mask].data == "rswa_prefix_lens":
         kept = cut_prefixes(prefix_lens(case), dropped, seq_lens)
         return {"rswa_prefix_lens": tuple(kept.tolist())}
     if case.tree_parents is not None:

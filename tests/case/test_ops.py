@@ -4,7 +4,7 @@ import pytest
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.ops import OPS, RELEASES, TRITON_OPS, Op
+from attnlab.case.ops import OPS, RELEASES, TRITON_OPS, VLLM_OPS, Op
 from attnlab.contracts.contract import Target, contract
 
 LENS = {"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16}
@@ -33,8 +33,7 @@ def test_the_folder_of_the_ops_depends_on_the_release():
     old, new = (op.source(release) for release in RELEASES)
     assert old == "vllm/attention/ops/triton_unified_attention.py, vLLM 0.11.2"
     assert new == "vllm/v1/attention/ops/triton_unified_attention.py, vLLM 0.33.0"
-    of_vllm = {name for name, op in OPS.items() if op.library == "vllm"}
-    assert of_vllm - set(TRITON_OPS) == {"cpu_attention_with_kv_cache"}
+    assert set(VLLM_OPS) - set(TRITON_OPS) == {"cpu_attention_with_kv_cache"}
 
 
 FEATURES = {

@@ -15,7 +15,7 @@ def test_a_release_between_the_rules_is_stated(capsys, monkeypatch, version, dif
         raise AttnLabError("nothing is checked here")
 
     source = SimpleNamespace(version=version, rules="0.33.0")
-    monkeypatch.setattr("attnlab.kernels.vllm.source.find_source", lambda path: source)
+    monkeypatch.setattr("attnlab.kernels.vllm.source.find_source", lambda *given: source)
     backend = ModelBackend(rules="0.33.0")
     monkeypatch.setattr("attnlab.checker.check.backend_of", lambda **options: backend)
     monkeypatch.setattr("attnlab.checker.check.check", stop)

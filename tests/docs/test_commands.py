@@ -66,6 +66,10 @@ def furnish(work: Path, command: str) -> None:
     kernel = (ROOT / "examples" / "my_attention.py").read_text()
     for name in ("mine.py", "my_kernel.py"):
         (work / name).write_text(kernel + "\n\nmy_kernel = my_attention\n")
+    for snippet in snippets.snippets(ROOT / "CONTRIBUTING.md"):
+        for file, has in (("acme.py", "def page_attention("), ("acme_ops.py", "PAGES = Op(")):
+            if has in snippet.text:
+                (work / file).write_text(snippet.text)
     (work / "generate.py").write_text("")
     (work / "failure.txt").write_text(
         "Mismatched elements: 8192 / 43720704\n"

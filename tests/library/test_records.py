@@ -72,7 +72,9 @@ def test_each_argument_of_a_record_has_a_value(name):
 
 def test_a_planted_name_is_not_known():
     call, target = call_of(OPS["unified_attention"])
-    with pytest.raises(NameError, match="windw is not a value"):
+    with pytest.raises(
+        Unavailable, match=r"^the record of unified_attention must use .*, got windw"
+    ):
         evaluate("windw + 1", Values(call, target))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cases import hostile
 
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, ENCODER, OPS, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, TRITON_OPS, WRITE
 from attnlab.lab.lab import Lab
 from attnlab.tensors.case_call import hollow_call
 
@@ -14,7 +14,7 @@ from attnlab.tensors.case_call import hollow_call
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"op": op} for op in OPS if op not in (DECODE_FWD, ENCODER, CPU_ATTENTION)),
+        *({"op": op} for op in TRITON_OPS if op not in (DECODE_FWD, ENCODER)),
         {"op": DECODE_FWD, "query_lens": (1, 1), "ctx_lens": (5, 30)},
         {"op": ENCODER, "query_lens": (1, 7), "ctx_lens": (0, 0)},
         {"kv_cache_dtype": "fp8"},

@@ -293,7 +293,7 @@ def _needs(op: str, field: str, value: Any) -> Needs | None:
     if field == "mask":
         mask = MASKS[value]
         if op in mask.ops:
-            return Needs(own=record.parameters(*mask.uses), inside=mask.inside)
+            return Needs(own=record.parameters(*mask.states), inside=mask.inside)
         return None if record.writes_cache else _ABSENT
     if not record.scores and field in _PREPARED:
         return None

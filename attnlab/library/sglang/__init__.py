@@ -1,4 +1,4 @@
-"""SGLang's Triton attention, read from a wheel or a checkout (0.5.9 to 0.5.23)."""
+"""SGLang's Triton attention, read from a wheel or a checkout; run with 0.5.23."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ PACKAGE = Package(
     name="sglang",
     title="SGLang",
     distributions=("sglang",),
-    # In this folder since 0.5.10 or later; in the other one in 0.5.9.
+    # 0.5.23 has the first, 0.5.9 the second.
     folders=("sglang/kernels/ops/attention", "sglang/srt/layers/attention/triton_ops"),
     stubs=_stubs,
 )

@@ -21,7 +21,7 @@ OP = Op(
         **same("sinks k_scale v_scale"),
     },
     neutral=dict.fromkeys(("num_kv_splits", "max_kv_splits", "page_size"), PATH),
-    default_splits=8,  # --triton-attention-num-kv-splits of the server
+    default_splits=8,  # the choice of attnlab: SGLang computes a number for each sequence
     contract={"softcap": "any", "sinks": "any", "serves": "decode"},
     rounding={"products": True},
     new_tokens_from="cache",

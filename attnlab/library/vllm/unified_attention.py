@@ -18,7 +18,7 @@ OP = Op(
         "mm_prefix_range": "given(mm_prefix_range)",
         "mm_prefix_clamp_sliding_window": "mm_prefix_clamp_sliding_window or default",
         "rswa_prefix_lens": "given(rswa_prefix_lens)",
-        "rswa_window": "rswa_window if has_rswa else default",
+        "rswa_window": "rswa_window if rswa_prefix_lens is not None else default",
         "chunk_lookback": "chunk_lookback if chunk_lookback > -1 else default",
         "qq_bias": "given(qq_bias)",
         "softcap": "softcap or 0",

@@ -146,7 +146,7 @@ def test_scales_without_an_argument(tmp_path):
 def test_every_mask_and_argument_states_what_it_needs():
     """Those that an op takes without an argument of their own are named here."""
     for mask in MASKS.values():
-        assert all(OPS[op].parameters(*mask.uses) for op in mask.ops)
+        assert all(OPS[op].parameters(*mask.states) for op in mask.ops)
     layouts = {
         "gaps",
         "padded_heads",

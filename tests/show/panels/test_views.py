@@ -9,7 +9,7 @@ from helpers.panels import LOST, SMALL
 from matplotlib.figure import Figure
 
 from attnlab.case.errors import Unavailable
-from attnlab.case.ops import OPS
+from attnlab.case.ops import OPS, VLLM_OPS
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.texts import bands_of
 from attnlab.show.plots.errors import BAND
@@ -82,7 +82,7 @@ def test_a_selection_is_kept_if_the_row_exists() -> None:
         view.pointer.select(0, 0, 0)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", VLLM_OPS)
 def test_every_op_has_its_pictures(op: str) -> None:
     changes = {"op": op, "x": None, "fill": "all_rows"}
     if op == "decode_attention_fwd":
