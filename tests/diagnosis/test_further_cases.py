@@ -183,6 +183,9 @@ def test_further_cases_have_more_lengths():
     lengths = [set(zip(c.lengths.query_lens, c.lengths.ctx_lens, strict=True)) for c in further]
     assert any((1, 0) in one for one in lengths)
     assert any(query > 1 and not ctx for one in lengths for query, ctx in one)
+    # whole tiles: "after the last full tile" is not "the last tile"
+    assert any(ctx and ctx % 128 == 0 for one in lengths for _, ctx in one)
+    assert any((query + ctx) % 64 == 0 for one in lengths for query, ctx in one)
     assert all(not has_prefills(c) or c.op == MIXED.op for c in further_cases(DECODES))
 
 
