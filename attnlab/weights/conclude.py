@@ -71,7 +71,7 @@ def other_case(case: Case) -> Case | None:
         pairs += [(1, 2 * size - 1), (1, 37), (1, 64), (1, far)]
     if prefills or not decodes:
         wide = min(window + 5, 40) if window else 18
-        pairs += [(3, size), (wide, 2 * size + 5), (5, 64), (4, 96), (2, 47 + window)]
+        pairs += [(3, size), (wide, 2 * size + 5), (5, 128), (4, 96), (2, 47 + window)]
         pairs += [(21, 0)] if 0 in lengths.ctx_lens else []
     changes = {
         "query_lens": tuple(query for query, _ in pairs),
