@@ -130,7 +130,7 @@ class FeatureClaim(Claim):
         """Return the claim in words."""
         *others, last = self.features
         every = f"{', '.join(others)} and {last}" if others else last
-        without = "if one of these is left out" if others else "without it"
+        without = f"if {'one of these' if others else 'this'} is left out"
         return f"the output is wrong with {every}, and right {without}"
 
 

@@ -32,6 +32,8 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, sample_rows
 
 _SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
+# What a Case must have for a defect of a family, and the change that leaves it out.
+_NEEDS: dict[str, dict[str, Any]] = {"softcap": {"softcap": None}, "sinks": {"sinks": False}}
 
 
 def with_second_cases(
@@ -67,6 +69,14 @@ def with_second_cases(
         if has_prefill and only_decodes and not examine(lab, known, output, ()).diagnosis.is_wrong:
             continue
         found = {one.name: _verdict(lab, known, output, one) for one in left}
+        for one in left:
+            needs = _NEEDS.get(one.defect.family)
+            if (
+                found[one.name] == REFUTED
+                and needs
+                and _has_another(lab, case, known, rerun, needs)
+            ):
+                found[one.name] = ALLOWED
         shown = [name for name, verdict in found.items() if verdict == SHOWN]
         cases.update(shown)
         of_decodes.update(shown if only_decodes else ())
@@ -78,6 +88,16 @@ def with_second_cases(
         )
     is_of_decodes = case.spec.prefill and not has_prefill
     return _with_cases(diagnosis, cases, of_decodes if is_of_decodes else None)
+
+
+def _has_another(lab: Lab, case: Case, other: Case, rerun: Rerun, changes: dict[str, Any]) -> bool:
+    """Answer whether a Case is right without a feature and another case is not: it has another fault, too,
+    so it refutes no fault of the feature."""
+    with suppress(AttnLabError):
+        plain = (one.replace(**changes) for one in (case, other))
+        wrong = [examine(lab, one, rerun(one), ()).diagnosis.is_wrong for one in plain]
+        return wrong == [False, True]
+    return False
 
 
 def with_leaks(other: Case, case: Case) -> Case:

@@ -21,7 +21,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.kernels.control import rows_agree, rows_equal
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
-from attnlab.weights.conclude import other_case
+from attnlab.weights.conclude import other_case, with_more_heads
 
 # A second case with other lengths and odd scales, in which an explanation must hold again.
 #
@@ -34,14 +34,13 @@ _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
 _DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
-_FURTHER = (
-    ((1, 0), (3, 0), (1, 33), (12, 100), (1, 15)),
-    ((2, 5), (35, 16), (1, 0), (1, 280)),
+_FURTHER = (  # 64 keys, and 128 of a context, fill the tiles of a kernel
+    ((1, 0), (3, 0), (1, 33), (12, 128), (1, 15)),
+    ((2, 62), (35, 64), (1, 0), (1, 280)),
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
 _NEARBY = 12  # cases with lengths like those of a Case
-_MOST_HEADS = 32  # of a Case that gets a case with more
 # Few sequences: a statement about some of several sequences must also be true of one.
 _FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
 _WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
@@ -55,7 +54,7 @@ def second_cases(case: Case) -> Iterator[Case]:
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     mixed = _longer_case(case, _MIXED, 7)
     few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)
-    found = [second_case(case), mixed or other_case(case), few and _with_more_heads(few)]
+    found = [second_case(case), mixed or other_case(case), few and with_more_heads(few)]
     if only_decodes and mixed is not None:
         found.append(_longer_case(case, _DECODES, 11))
     yield from (other for other in found if other is not None)
@@ -79,16 +78,6 @@ def further_cases(case: Case) -> Iterator[Case]:
         other = _longer_case(case, chosen, seed)
         if other is not None:
             yield other
-
-
-def _with_more_heads(case: Case) -> Case:
-    """Return a Case with three KV heads more: a rule may hold with two of them alone."""
-    if case.kv_head_range is not None or case.num_heads > _MOST_HEADS:
-        return case
-    try:
-        return case.replace(num_heads=case.num_heads + 3 * case.num_queries_per_kv)
-    except InvalidCase:
-        return case
 
 
 def few_sequences(case: Case) -> Iterator[Case]:

@@ -26,7 +26,7 @@ from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import SlotOwners, num_slots
 from attnlab.weights.evidence import compare, explained, some_rows, too_coarse
 from attnlab.weights.fit import Law, Magnitudes, fit_law, fit_magnitudes, pattern
-from attnlab.weights.key_rules import TileTimes
+from attnlab.weights.key_rules import KeyHead, TileTimes
 from attnlab.weights.measurement import (
     COARSE_VALUES,
     MOST_RUNS,
@@ -71,7 +71,7 @@ def other_case(case: Case) -> Case | None:
         pairs += [(1, 2 * size - 1), (1, 37), (1, 64), (1, far)]
     if prefills or not decodes:
         wide = min(window + 5, 40) if window else 18
-        pairs += [(3, size), (wide, 2 * size + 5), (5, 64), (4, 96), (2, 47 + window)]
+        pairs += [(3, size), (wide, 2 * size + 5), (5, 128), (4, 96), (2, 47 + window)]
         pairs += [(21, 0)] if 0 in lengths.ctx_lens else []
     changes = {
         "query_lens": tuple(query for query, _ in pairs),
@@ -96,6 +96,19 @@ def other_case(case: Case) -> Case | None:
     except InvalidCase:
         return None
     return other if decide(other).kernels == decide(case).kernels else None
+
+
+_MOST_HEADS = 32  # of a Case that gets a case with more
+
+
+def with_more_heads(case: Case) -> Case:
+    """Return a Case with three KV heads more: a rule may hold with two of them alone."""
+    if case.kv_head_range is not None or case.num_heads > _MOST_HEADS:
+        return case
+    try:
+        return case.replace(num_heads=case.num_heads + 3 * case.num_queries_per_kv)
+    except InvalidCase:
+        return case
 
 
 def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
@@ -247,43 +260,46 @@ def _lanes(case: Case) -> int:
 
 # SecondCase: another case on the same backend, which descriptions must predict before they are stated.
 
-Other = Callable[[tuple[int, ...] | None, bool], Subject | None]
+Other = Callable[[tuple[int, ...] | None, bool, bool], Subject | None]
 
 
 class SecondCase:
     """Measures another case when it is needed, once for the same heads.
 
     ``other`` returns another subject on the same backend, or None. Its arguments: the query heads that a
-    description concerns (None for all), and whether every head is needed.
+    description concerns (None for all), whether every head is needed, and whether more heads are.
     """
 
     def __init__(self, other: Other | None) -> None:
         self._other = other
-        self._known: dict[tuple[tuple[int, ...] | None, bool], Examined | None] = {}
+        self._known: dict[tuple[tuple[int, ...] | None, bool, bool], Examined | None] = {}
 
-    def examined(self, heads: tuple[int, ...] | None, *, every_head: bool) -> Examined | None:
+    def examined(
+        self, heads: tuple[int, ...] | None, *, every_head: bool, more_heads: bool = False
+    ) -> Examined | None:
         """Return the sums of the lanes of another case; None without one."""
-        for key in ((None, True), (heads, every_head)):
+        for key in ((None, True, more_heads), (heads, every_head, more_heads)):
             if key in self._known:
                 return self._known[key]
-        subject = None if self._other is None else self._other(heads, every_head)
+        subject = None if self._other is None else self._other(heads, every_head, more_heads)
         found = None
         if subject is not None:
             try:
                 found = examine(subject, resolve=False, values=every_head)
             except AttnLabError:
                 found = None
-        self._known[heads, every_head] = found
+        self._known[heads, every_head, more_heads] = found
         return found
 
     def confirmed(self, search: Found, faults: ValueFaults) -> tuple[Found, bool | None]:
         """Return the descriptions that predict the other case's weights, and whether there was one."""
         first = search.descriptions[0]
-        every_head = (
-            any(isinstance(r, HeadScore | HeadGain) for d in search.descriptions for r in d.rules)
-            or faults.is_rule
-        )
-        found = self.examined(first.scope.heads, every_head=every_head)
+        rules = [rule for one in search.descriptions for rule in one.rules]
+        more_heads = any(isinstance(rule, KeyHead) for rule in rules)
+        every_head = more_heads or faults.is_rule
+        every_head |= any(isinstance(rule, HeadScore | HeadGain) for rule in rules)
+        heads = None if more_heads else first.scope.heads
+        found = self.examined(heads, every_head=every_head, more_heads=more_heads)
         if found is None:
             return search, None
         found = with_elements(found, faults.elements)
@@ -300,7 +316,7 @@ class SecondCase:
 
     def confirms_values(self, faults: ValueFaults) -> bool | None:
         """Answer whether the faults predict the output of another case; None without one."""
-        found = self.examined(None, every_head=True)
+        found = self.examined(None, every_head=True, more_heads=bool(faults.form))
         if found is None or not bool(found.measurement.finite.any()):
             return None
         found = with_elements(found, faults.elements)
@@ -633,10 +649,11 @@ def xray(
     case = as_case(case, **changes)
     found = backend if isinstance(backend, Backend) else lab.backend(case)
 
-    def other(heads: tuple[int, ...] | None, every_head: bool) -> Subject | None:
+    def other(heads: tuple[int, ...] | None, every_head: bool, more_heads: bool) -> Subject | None:
         second = other_case(case)
         if second is None:
             return None
+        second = with_more_heads(second) if more_heads else second
         part = second if every_head else _of_one_head(second, found, heads)
         return _of_case(part, lab, found)
 

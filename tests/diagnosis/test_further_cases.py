@@ -85,6 +85,31 @@ def test_a_map_of_heads_must_hold_with_more_than_two_kv_heads():
     assert with_second_cases(Lab(), case, lab.output, alone, second_cases).cause is None
 
 
+class Uncapped(Spoiled):
+    """A lab whose kernel ignores the soft cap."""
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        wrong = dataclasses.replace(call, softcap=None)
+        model.run(wrong, Target.of(case), decide(case).kernels)
+        self.spoil(case, call.output)
+        return RunOutput()
+
+
+@pytest.mark.parametrize("in_all", [False, True])
+def test_another_fault_of_a_further_case_does_not_refute_a_name(in_all):
+    """Long queries are wrong without a soft cap, too. If the Case is, too, its name may be a coincidence."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        if max(case.lengths.query_lens) > 40 or (in_all and case.softcap is None):
+            output[-1] += 1
+
+    case, lab = MIXED.replace(softcap=0.7), Uncapped(spoil=spoil)
+    alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    found = with_second_cases(Lab(), case, lab.output, alone, second_cases)
+    names = [one.name for one in found.explanations]
+    assert names == ([] if in_all else ["softcap_ignored"])
+
+
 def has_prefills(case: Case) -> bool:
     return max(case.lengths.query_lens) > 1
 
@@ -148,6 +173,9 @@ def test_further_cases_have_more_lengths():
     lengths = [set(zip(c.lengths.query_lens, c.lengths.ctx_lens, strict=True)) for c in further]
     assert any((1, 0) in one for one in lengths)
     assert any(query > 1 and not ctx for one in lengths for query, ctx in one)
+    # whole tiles: "after the last full tile" is not "the last tile"
+    assert any(ctx and ctx % 128 == 0 for one in lengths for _, ctx in one)
+    assert any((query + ctx) % 64 == 0 for one in lengths for query, ctx in one)
     assert all(not has_prefills(c) or c.op == MIXED.op for c in further_cases(DECODES))
 
 

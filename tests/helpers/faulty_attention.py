@@ -212,6 +212,7 @@ key_head_remainder = kernel(key_head=lambda head, call: head % call.key.shape[1]
 value_head_remainder = kernel(value_head=lambda head, call: head % call.key.shape[1])
 elements_rolled = kernel(element_shift=1)
 halved = kernel(gain=0.5)
+key_head_halved = kernel(key_head=lambda head, call: head // call.num_queries_per_kv // 2)
 head_3_halved = kernel(gain=0.5, only_head=3)
 cached_sound = _cached()
 cached_top_left = _cached(top_left=True)

@@ -237,6 +237,13 @@ def test_two_faults_are_described_together():
     }
 
 
+def test_a_map_of_two_kv_heads_must_hold_with_more():
+    """With two KV heads, half of the own one is KV head 0."""
+    found = attnlab.xray(faulty("key_head_halved", num_heads=4, num_queries_per_kv=2))
+    assert found.status == "undecided"
+    assert "KV head 0” here, but not in another case" in found.sentences[0]
+
+
 def test_a_fault_of_one_head_is_described_for_that_head():
     found = attnlab.xray(faulty("head_3_halved"))
     assert (found.status, found.description.scope.heads) == ("described", (3,))
