@@ -45,9 +45,11 @@ class ArgumentLab(Lab):
 
     op_argument: str = NONE
 
-    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
-        """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
-        call = Lab.call(self, case, cache)
+    def call(
+        self, case: Case, cache: PagedCache | None = None, output: torch.Tensor | None = None
+    ) -> KernelCall:
+        """Return the Case's call, as a Lab does."""
+        call = Lab.call(self, case, cache, output)
         if self.op_argument != FP8_OUTPUT:
             return call
         return dataclasses.replace(call, output_scale=OUTPUT_SCALE)
