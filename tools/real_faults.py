@@ -11,15 +11,15 @@ With --by-hand, the faults of tools/hand_faults.py are judged, in each source th
 "op", "functions" and "changes", as in tools/hand_faults.py. Without --seed, the seed is the time in seconds;
 it is printed and written. With --limit-s, no mutant begins after so many seconds.
 
-With --except-seed and --except-file, a draw leaves out the mutants of earlier draws, on which the diagnosis
-was developed. A draw that left out mutants itself is left out by its file.
+With --except-seed and --except-file, a draw leaves out the mutants and faults by hand of earlier draws, on
+which the diagnosis was developed. A draw that left out mutants itself is left out by its file.
 
 Each mutant of tools/source_mutation.py changes one expression of a kernel. It runs the hostile cases of
 `attnlab check` and is put into one of four classes:
 
 - breaks: no case runs.
-- no change seen: no hostile case and none of 62 further random cases gives a wrong output where the unchanged
-  op is right.
+- no change seen: no hostile case gives a wrong output where the unchanged op is right, with the seed of the
+  check or with another.
 - missed: a case does, but the check finds nothing.
 - found: the check finds it. Its first wrong output is diagnosed with the kernel at hand. A name, a rule, or a
   description of the weights is right if it gives the mutant's output on fresh cases wherever that is wrong. A
@@ -73,7 +73,6 @@ from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.argument_pattern import argument_lab, coarse_lab
 from attnlab.diagnosis.decision import examine
@@ -91,7 +90,6 @@ PLATFORMS = {"vllm": "sm_90", "rocm": "gfx942"}
 HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
 HELPERS = "triton_attention_helpers.py"  # functions that the kernels of newer releases share
 HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
-FURTHER_ROUNDS = 2
 LIMIT_S = 420.0  # processor time of a mutant
 
 
@@ -163,7 +161,7 @@ def run_all(args: argparse.Namespace) -> None:
             order
             for (source, op), file in zip(plans, files, strict=True)
             for order in (
-                *order_by_hand(by_hand, source, op, file, Path(folder)),
+                *order_by_hand(by_hand, source, op, args, file, Path(folder)),
                 *(
                     ()
                     if args.by_hand
@@ -243,9 +241,16 @@ def order_mutants(
 
 
 def order_by_hand(
-    faults: Sequence[HandFault], source: Source, op: str, sound: Path, folder: Path
+    faults: Sequence[HandFault],
+    source: Source,
+    op: str,
+    args: argparse.Namespace,
+    sound: Path,
+    folder: Path,
 ) -> Iterator[Path]:
     """Write one file with the order of each fault that was written by hand for an op; yield the files."""
+    known = {text for _, text in judged_before(args.except_file)}  # in any version
+    faults = [one for one in faults if one.name not in known]
     if not faults:
         return
     own = mutated_file(source, "vllm", op)
@@ -390,14 +395,15 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab, root: Path) -> d
 
 def checked_cases(backend: Backend, op: str) -> list[Case]:
     """Return the hostile cases of the check, with those that pass further arguments of an op."""
-    return list(hostile_cases(backend, op, PLATFORMS[backend.name], DEFAULT_CASES, 0))
+    return list(hostile_cases(backend, op, PLATFORMS[backend.name], None, 0))
 
 
 def all_cases(backend: Backend, op: str) -> list[Case]:
-    """Return the hostile cases of the check, then those of further rounds."""
-    first = checked_cases(backend, op)
-    count = DEFAULT_CASES * (FURTHER_ROUNDS + 1)
-    return first + list(hostile_cases(backend, op, PLATFORMS[backend.name], count, 1))[len(first) :]
+    """Return the hostile cases of the check, then those with another seed."""
+    return [
+        *checked_cases(backend, op),
+        *hostile_cases(backend, op, PLATFORMS[backend.name], None, 1),
+    ]
 
 
 Observed = tuple[torch.Tensor | None, ...] | str | None

@@ -323,7 +323,22 @@ def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, mon
     sound = edit_of(lab, case, "tl.maximum(tl.max(scores, 0), -1e30)", "new")
     assert find_claim(lab, case, [sound]).is_stated
     monkeypatch.setattr(repair_check, "large_score_cases", lambda _: [])
-    assert not find_claim(lab, case, [unwrapped]).is_stated
+    assert find_claim(lab, case, [unwrapped]) is None
+
+
+def test_a_floor_of_a_maximum_that_hides_nan_is_no_claim(tmp_path, monkeypatch):
+    """In a tile in which a row sees no key, -inf - -inf is NaN, until an argument that is 1 is the least
+    maximum. That says nothing about the line of the maximum."""
+    lab = Lab(device="cpu")
+    floored = "tl.maximum(tl.maximum(largest, tl.max(scores, 0)), -1e30)"
+    case, _ = planted(tmp_path, floored, "tl.maximum(largest * 1, tl.max(scores, 0))")
+    case = case.replace(query_lens=(3,), ctx_lens=(70,), sliding_window=9, num_blocks=None)
+    other = case.replace(query_lens=(1,), ctx_lens=(90,), seed=3)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    floor = edit_of(lab, case, "largest * 1", "out_dim")
+    assert repair_check.is_right(lab, case, floor)
+    assert find_claim(lab, case, [floor]) is None
 
 
 @pytest.mark.parametrize("reads_freed", [False, True])

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import linecache
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -76,7 +75,6 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
 )
 # One score of a row is above the others by 307, so that exp of their difference overflows.
 _LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": None}
-_MAXIMUM = re.compile(r"\btl\.(max|min)(imum)?\b")
 _OBSERVER = "_attnlab_condition"
 _SENT = ("source", "cases", "only_finite", "is_stated", "untouched")  # of a claim, to this process
 _GRACE_S = 15.0  # that the search may take longer than its limit: one run
@@ -248,7 +246,7 @@ def _claims(
             break
         yield number, None
         found = _claim_of(proofs, varied, more, repair, end)
-        if found is not None and _changes_maximum(repair):
+        if found is not None and repair.is_in_maximum:
             found = _with_large_scores(found, large)
         if found is None:
             continue
@@ -367,21 +365,16 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _changes_maximum(repair: Repair) -> bool:
-    """Answer whether an edit changes a call of tl.max, tl.maximum or the like."""
-    return _MAXIMUM.search(repair.edit.before) is not None
-
-
 def _with_large_scores(claim: RepairClaim, proofs: Sequence["_Proof"]) -> RepairClaim | None:
-    """Return the claim of an edit after cases with large scores: None if one refutes it, the line alone if
-    none is right with it.
+    """Return the claim of an edit of a maximum if cases with large scores support it, or None.
 
-    A softmax is right with any maximum, as long as no exponential overflows.
+    A softmax is right with any maximum, as long as no exponential overflows, and a maximum with a finite
+    floor hides what any later line makes of -inf. So such an edit that cannot be stated is no sign of its
+    line, either.
     """
-    if any(proof.refutes(claim.repair) for proof in proofs):
+    if not claim.is_stated or any(proof.refutes(claim.repair) for proof in proofs):
         return None
-    is_right = any(proof.accepts(claim.repair) for proof in proofs)
-    return dataclasses.replace(claim, is_stated=claim.is_stated and is_right)
+    return claim if any(proof.accepts(claim.repair) for proof in proofs) else None
 
 
 def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:

@@ -389,6 +389,11 @@ class Repair:
         """Answer whether it changes the test of a branch, so that another branch may run."""
         return self.edit.is_in_test(self.text) if self.text else False
 
+    @property
+    def is_in_maximum(self) -> bool:
+        """Answer whether it changes a maximum or a minimum of tiles, or what one is taken of."""
+        return self.edit.is_in_maximum(self.text) if self.text else False
+
     def texts(self, observer: str = "") -> dict[Line, str]:
         """Return the edited text of the function by the place of the function, for a Probe.
 

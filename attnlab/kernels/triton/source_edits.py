@@ -238,6 +238,7 @@ _FUNCTIONS = {
     "min": ("max",), "max": ("min",),
 }  # fmt: skip
 # Functions that may stand around an expression by mistake.
+_MAXIMA = ("tl.max", "tl.maximum", "tl.min", "tl.minimum")
 _UNWRAPPED = ("tl.min", "tl.max", "tl.minimum", "tl.maximum", "min", "max", "tl.abs", "tl.floor")
 _COST_OF_PLACES = 2  # of an edit of cost 1 in several places
 
@@ -305,14 +306,21 @@ class Edit:
 
     def is_in_test(self, text: str) -> bool:
         """Answer whether it changes the test of a branch or of a conditional expression of a text."""
+        nodes = ast.walk(ast.parse(text))
+        return self._is_in(text, [one.test for one in nodes if isinstance(one, ast.If | ast.IfExp)])
+
+    def is_in_maximum(self, text: str) -> bool:
+        """Answer whether it changes a maximum or a minimum of tiles, or what one is taken of."""
+        calls = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call))
+        return self._is_in(text, [one for one in calls if ast.unparse(one.func) in _MAXIMA])
+
+    def _is_in(self, text: str, expressions: Sequence[ast.expr]) -> bool:
+        """Answer whether the edit is inside one of some expressions of a text."""
         rows = row_starts(text)
-        tests = (
-            one.test for one in ast.walk(ast.parse(text)) if isinstance(one, ast.If | ast.IfExp)
-        )
         return any(
             rows[one.lineno - 1] + one.col_offset <= self.start
             and self.end <= rows[(one.end_lineno or 0) - 1] + (one.end_col_offset or 0)
-            for one in tests
+            for one in expressions
         )
 
     @property
