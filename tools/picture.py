@@ -60,7 +60,7 @@ def draw_find() -> None:
 
     lab, case = Lab(source=fetch_ops("0.33.0"), device="cpu"), Case(**FIND)
     found = diagnose(case, lab=lab)
-    page = page_of(found, "", run=trace_run(lab, case))
+    page = page_of(found, "", run=trace_run(lab, case, found.xray))
     assert page.source is not None
     line = page.source.lines[page.source.line - page.source.first].strip()
     alone = dataclasses.replace(page.source, first=page.source.line, lines=(line,))

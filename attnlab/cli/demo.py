@@ -99,7 +99,7 @@ def _diagnosed(
         assert runner is not None
         found = diagnose_captured(call, case, runner=runner, on_step=on_step)
         lab = call_lab(call, case, runner)
-        traced = trace_run(lab, lab.case)
+        traced = trace_run(lab, lab.case, found.xray)
         on_step("the smallest reproduction")
         script = smallest_script(call, runner, case)
     page_of(found, _again(call_file, spec), run=traced, script=script).write(page_file)

@@ -99,7 +99,7 @@ def _of_call(
     def run_again() -> "TracedRun | None":
         lab = lab_of_call(call, case, _given(args), runner)
         try:
-            return None if lab is None else trace_run(lab, lab.case)
+            return None if lab is None else trace_run(lab, lab.case, found.xray)
         except AttnLabError:
             return None
 
@@ -124,7 +124,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
         found=found,
         backend=backend if is_run else None,
         call=lambda: lab.run(case).recorded_call,
-        run_again=lambda: trace_run(lab, case) if is_run else None,
+        run_again=lambda: trace_run(lab, case, found.xray) if is_run else None,
     )
 
 

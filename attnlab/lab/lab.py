@@ -192,6 +192,11 @@ class Lab:
             with self._step(seconds, "compare"):
                 errors = self.errors(case, call, expected)
                 wrong_sides = self.side_errors(case, ran.log.lse, ran.log.padded)
+        output = call.buffer
+
+        def make_call() -> KernelCall:
+            return self.call(case, output=output)
+
         is_wrong = errors is not None and (errors.mismatched > 0 or len(wrong_sides) > 0)
         return Result(
             case=case,
@@ -203,9 +208,9 @@ class Lab:
             violations=violations,
             seconds={step: s for step, s in seconds.items() if step not in shared},
             shared=shared,
-            output=(output := call.buffer),
+            output=output,
             provenance=cache.provenance,
-            make_call=(make_call := lambda: self.call(case, output=output)),
+            make_call=make_call,
             make_cache=lambda: self.cache(case),
             memory=self._memory(case, ran),
             launches=tuple(launch.text() for launch in ran.log.launches),

@@ -24,6 +24,7 @@ from attnlab.contracts.slot_states import (
     SlotState,
     slot_states,
 )
+from attnlab.diagnosis.refinement import can_xray
 from attnlab.kernels.control import uncontrolled
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, Region, TooLong, Watched, tensors_of
@@ -32,6 +33,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_visibility import mask_of
+from attnlab.weights.conclude import xray as measure
 from attnlab.weights.xray import KeyColumns, XRay, key_columns
 
 _MOST_TOKENS, _MOST_HEADS = 48, 8
@@ -41,6 +43,7 @@ _MOST_COLUMNS, _MOST_ROWS = 256, 64  # of a map of weights
 _MOST_SLOTS = 16_000  # of the sequences
 _MOST_STEPS = 3_000
 _TRACE_S = 3.0  # processor time to record the reads of each program
+_XRAY_S = 0.5  # to describe the weights, which only measures them in most cases
 _SMALL_S = 0.5  # a run of the kernels up to which all sequences are recorded
 _DIGITS = 4
 # A slot in one of these states holds no token that any row of its reader needs.
@@ -73,7 +76,7 @@ class TracedRun:
     """A run for a page: its result, the right output, and the steps of its programs.
 
     ``output``: [num_tokens, num_heads, head_size], None if the call was rejected. ``is_complete``: whether
-    all programs were recorded that read for the sequences in ``seqs``.
+    all programs were recorded that read for the sequences in ``seqs``. ``xray``: of the kernels, or None.
     """
 
     result: Result
@@ -81,16 +84,27 @@ class TracedRun:
     programs: tuple[ProgramReads, ...] = ()
     seqs: range = range(0)
     is_complete: bool = False
+    xray: XRay | None = None
 
 
-def trace_run(lab: Lab, case: Case) -> TracedRun:
-    """Run a Case for its page; the reads are recorded where Triton's interpreter runs the kernels."""
+def trace_run(lab: Lab, case: Case, xray: XRay | None = None) -> TracedRun:
+    """Run a Case for its page; the reads are recorded where Triton's interpreter runs the kernels.
+
+    ``xray``: of the kernels if there is one; else the weights are measured if that takes seconds at most.
+    """
     result = lab.run(case.replace(trace_reads=lab.backend(case).traces_reads))
     if result.errors is None or case.spec.writes_cache:
         return TracedRun(result=result)
     output = lab.reference(case)
-    if not result.launches:
-        return TracedRun(result=result, output=output)
+    if xray is None and result.errors.mismatched and can_xray(case, sum(result.seconds.values())):
+        with suppress(AttnLabError):
+            xray = measure(case, lab=lab, confirm=False, limit_s=_XRAY_S)
+    found = TracedRun(result=result, output=output, xray=xray)
+    return replace(found, **_recorded(lab, case, result)) if result.launches else found
+
+
+def _recorded(lab: Lab, case: Case, result: Result) -> dict[str, Any]:
+    """Return the programs of a run, recorded again, as fields of a TracedRun."""
     case, seqs = _part(case, result)
     probe = Probe(records=True, budget=Budget(operations=sys.maxsize, seconds=_TRACE_S))
     is_complete = False
@@ -98,9 +112,7 @@ def trace_run(lab: Lab, case: Case) -> TracedRun:
         lab.run(case)
         is_complete = True
     programs = tuple(one for launch in probe.launches for one in _programs(launch, result.call))
-    return TracedRun(
-        result=result, output=output, programs=programs, seqs=seqs, is_complete=is_complete
-    )
+    return {"programs": programs, "seqs": seqs, "is_complete": is_complete}
 
 
 def _part(case: Case, result: Result) -> tuple[Case, range]:
@@ -178,13 +190,13 @@ def _steps(log: ProgramLog, caches: Sequence[tuple[Region, Region]]) -> Iterator
 # The document.
 
 
-def close_up(run: TracedRun, xray: XRay | None = None) -> dict[str, Any] | None:
-    """Return the document of a run, or None if it has no output rows; ``xray``: of the same kernels."""
+def close_up(run: TracedRun) -> dict[str, Any] | None:
+    """Return the document of a run, or None if it has no output rows."""
     result = run.result
     if result.errors is None or run.output is None:
         return None
     errors = result.errors if result.errors.is_derived else result.compare_with_rounding()
-    return _Document(run=run, output=run.output, errors=errors, xray=xray).to_dict()
+    return _Document(run=run, output=run.output, errors=errors).to_dict()
 
 
 def weights_only(xray: XRay) -> dict[str, Any]:
@@ -206,10 +218,8 @@ def weights_only(xray: XRay) -> dict[str, Any]:
 class _Document:
     """What is chosen of a run, and its JSON."""
 
-    def __init__(
-        self, *, run: TracedRun, output: torch.Tensor, errors: ErrorMap, xray: XRay | None
-    ) -> None:
-        self.run, self.errors, self.xray = run, errors, xray
+    def __init__(self, *, run: TracedRun, output: torch.Tensor, errors: ErrorMap) -> None:
+        self.run, self.errors, self.xray = run, errors, run.xray
         self.call, self.lengths = run.result.call, errors.lengths
         self.right, self.got = output.cpu().double(), run.result.output.cpu().double()
         self.provenance = run.result.provenance

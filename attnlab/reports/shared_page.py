@@ -171,7 +171,7 @@ def page_of(
     if isinstance(noun, XRay):
         common["close_up"] = weights_only(noun)
     elif run is not None:
-        common["close_up"] = close_up(run, getattr(noun, "xray", None))
+        common["close_up"] = close_up(run)
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
     cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)

@@ -10,7 +10,6 @@ from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.access_check import with_bad_lines
 from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.decision import examine
@@ -21,7 +20,6 @@ from attnlab.diagnosis.reruns import further_cases, second_cases
 from attnlab.diagnosis.rules.outputs import wrong_addresses
 from attnlab.diagnosis.rules.rule import NO_CONTEXT
 from attnlab.diagnosis.side_claim import _laws
-from attnlab.kernels import model
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
@@ -38,15 +36,10 @@ def scaled(call: KernelCall, factor: float) -> dict[str, object]:
     return {"sm_scale": factor * (call.sm_scale or call.query.shape[2] ** -0.5)}
 
 
-class HalvedHeads(Lab):
-    """A lab whose kernel reads KV head h // 2 in place of h."""
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        heads = torch.arange(case.num_kv_heads) // 2
-        caches = {name: getattr(call, name)[:, heads] for name in ("key_cache", "value_cache")}
-        wrong = dataclasses.replace(call, **caches)
-        model.run(wrong, Target.of(case), decide(case).kernels)
-        return RunOutput()
+def halved_heads(case: Case, call: KernelCall) -> dict[str, object]:
+    """Return the caches in which KV head h holds what head h // 2 must hold."""
+    heads = torch.arange(case.num_kv_heads) // 2
+    return {name: getattr(call, name)[:, heads] for name in ("key_cache", "value_cache")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,31 +72,22 @@ def test_a_name_that_decodes_alone_show_says_so(op, is_of_decodes):
 
 def test_a_map_of_heads_must_hold_with_more_than_two_kv_heads():
     """With two of them, head h // 2 is head 0."""
-    case, lab = MIXED.replace(num_queries_per_kv=2), HalvedHeads()
+    case, lab = MIXED.replace(num_queries_per_kv=2), FaultyLab(change=halved_heads)
     alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
     assert alone.cause.name == "kv_head_first"
     assert with_second_cases(Lab(), case, lab.output, alone, second_cases).cause is None
-
-
-class Uncapped(Spoiled):
-    """A lab whose kernel ignores the soft cap."""
-
-    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
-        wrong = dataclasses.replace(call, softcap=None)
-        model.run(wrong, Target.of(case), decide(case).kernels)
-        self.spoil(case, call.output)
-        return RunOutput()
 
 
 @pytest.mark.parametrize("in_all", [False, True])
 def test_another_fault_of_a_further_case_does_not_refute_a_name(in_all):
     """Long queries are wrong without a soft cap, too. If the Case is, too, its name may be a coincidence."""
 
-    def spoil(case: Case, output: torch.Tensor) -> None:
+    def spoil(case: Case, call: KernelCall) -> None:
         if max(case.lengths.query_lens) > 40 or (in_all and case.softcap is None):
-            output[-1] += 1
+            call.output[-1] += 1
 
-    case, lab = MIXED.replace(softcap=0.7), Uncapped(spoil=spoil)
+    case = MIXED.replace(softcap=0.7)
+    lab = FaultyLab(change=lambda case, call: {"softcap": None}, spoil=spoil)
     alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
     found = with_second_cases(Lab(), case, lab.output, alone, second_cases)
     names = [one.name for one in found.explanations]

@@ -424,6 +424,7 @@ def run(
             plan.observed.lse = None if lse is None else lse.cpu()
     finally:
         loaded.dispatch.use_custom = False
+        loaded.dispatch.rocm_decode = Dispatch().rocm_decode  # which holds no call
         call.buffer.copy_(moved.buffer[: len(call.buffer)])
     plan.observed.padded = moved.buffer[len(call.buffer) :].cpu() if call.padding else None
     return plan.observed

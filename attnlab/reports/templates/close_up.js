@@ -35,7 +35,8 @@
   function facts() {
     const one = picked(), of = cell(), seq = data.seqs?.[one.seq];
     const parts = [];
-    if (seq) {
+    if (!seq) parts.push(`Token ${one.token} of sequence ${one.seq} is at position ${one.pos}.`);
+    else {
       parts.push(`Sequence ${one.seq}: ${seq.ctx} tokens of context and ${seq.len - seq.ctx} new ones.`);
       parts.push(`Token ${one.token} is at position ${one.pos} and sees ${one.sees.length
         ? `positions ${spans(one.sees)}` : "no position"}; head ${head.value} is of KV head ${

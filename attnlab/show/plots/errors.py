@@ -49,7 +49,7 @@ def plot_error(
     ``cache_of``: for an op that writes the cache, the number of sequences. Each row is then a slot; slots
     after those of the last sequence have no owner.
     """
-    ax = ax or plt.subplots(figsize=(7.5, 5), layout="constrained")[1]
+    ax = ax or plt.subplots(figsize=(7.5, 3.4), layout="constrained")[1]
     bar = frame_errors(ax, len(errors.lengths.query_lens), errors.error.shape[1], cache_of)
     label_errors(ax, bar, errors, cache_of)
     draw_errors(ax, errors, unwritten=unwritten, title=title)
