@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 
 from attnlab.case.case import Case
