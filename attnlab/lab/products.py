@@ -262,7 +262,7 @@ def _write(file: Path, product: object) -> None:
 
 # Products that the runs of a Lab share: the last few of each kind, by key.
 
-_KEPT_BYTES = 256 << 20  # of all products of a store; the newest of each kind is kept in any case
+_KEPT_BYTES = 64 << 20  # of all products of a store; the newest of each kind is kept in any case
 
 
 @dataclass(slots=True)

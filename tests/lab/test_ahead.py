@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 
 from attnlab.case.case import Case
@@ -97,3 +98,19 @@ def test_a_matrix_on_a_gpu_prepares_its_kernels_and_draws_ahead(monkeypatch):
     statuses = [outcome.verdict["rows"][0]["status"] for outcome in outcomes]
     assert statuses == ["match", "match", "not run"]
     assert compiled == [2]
+
+
+def test_a_large_product_is_there_as_long_as_something_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("attnlab.lab.products._KEPT_BYTES", 100)
+    store = SharedProducts(keep=2, folder=None)
+    held = store.get("cache", 1, lambda: torch.zeros(100))[0]
+    store.get("cache", 2, lambda: torch.zeros(100))
+    assert store.count("cache") == 1
+    assert store.get("cache", 1, lambda: torch.zeros(100))[0] is held
+    assert not store.has("cache", 2)  # nothing held it
+    small = SharedProducts(keep=2, folder=None)
+    for key in (1, 2):
+        small.get("cache", key, lambda: torch.zeros(2))
+    assert small.count("cache") == 2
