@@ -246,6 +246,9 @@ class PluginBackend(Backend):
 
     def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
         """Return the function of an op's record, as its package is on a platform."""
+        beside = Path(self.spec).parent / f"{op.module}.py"  # of the file that has the record
+        if self.source is None and beside.is_file():
+            return load_kernel(f"{beside}:{op.function}")
         if self.source is None:
             return _of_module(op.module, op.function)
         return _of_source(self.source, platform, op.module, op.function)

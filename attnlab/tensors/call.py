@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import InvalidCall
-from attnlab.case.ops import KV_CACHE_DTYPES, OPS, UNIFIED, WRAPPER, Op
+from attnlab.case.ops import KV_CACHE_DTYPES, OPS, UNIFIED, VLLM_OPS, WRAPPER, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors import call_file
 from attnlab.tensors.cache import LAYOUTS, find_layout, to_x_split
@@ -614,7 +614,7 @@ class KernelCall(Shown):
         module, _, function = self.origin.op.rpartition(".")
         places = {
             place
-            for op in OPS.values()
+            for op in (OPS[name] for name in VLLM_OPS)
             if function in (op.name, op.function)
             for place in (op.module, "_custom_ops")
         }

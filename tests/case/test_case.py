@@ -13,7 +13,7 @@ from helpers.strategies import cases
 from hypothesis import given, settings
 
 from attnlab.case.case import Case
-from attnlab.case.declaration import FIELDS, field_type
+from attnlab.case.declaration import FIELDS, OpName, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
     ArgumentName,
@@ -32,6 +32,7 @@ NAN, INF = float("nan"), float("inf")
 WRONG = {
     BackendName: ["nonsense", "", 1, True, None, ["x"], "mine.py", "mine.py:", "plugin:", "a b:c"],
     OneOf: ["nonsense", "", 1, True, None, ["x"], 2.0],
+    OpName: ["nonsense", "", 1, True, None, ["x"], 2.0],
     ArgumentName: ["nonsense", "", 1, True, None, ["x"], "far_rows", "far_values"],
     Int: [
         True,

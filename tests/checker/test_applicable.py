@@ -161,10 +161,9 @@ def test_a_window_that_is_ignored_with_alibi_is_found():
             plain = dataclasses.replace(call, sliding_window=0)
             return super().run(plain, target, kernels, options)
 
-    lab = Lab(device="cpu")
-    lab.shared.get("backend", "model", lambda: Wrong(rules="0.33.0"))
+    lab = Lab(device="cpu", runner=Wrong(rules="0.33.0"))
     case = Case(op=UNIFIED, sliding_window=7, block_size=16, num_heads=4, **fields, **PLAIN)
-    (found,) = check_case(lab, Wrong(rules="0.33.0"), case)
+    (found,) = check_case(lab, lab.runner, case)
     assert found.diagnosis == "window_ignored" or "window_ignored" in found.names
 
 

@@ -406,6 +406,7 @@ class Trials:
             each_s + _GRACE_S,
         )
         self.ended = next(filter(None, ended), "")
+        self.tried += sum(map(bool, ended))
         for number in () if is_done else sorted(outcomes):  # after one that there was no time for
             self._note(found[number], outcomes[number])
 

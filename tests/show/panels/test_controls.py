@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.panels import SMALL
 
-from attnlab.case.declaration import FIELDS, field_type
+from attnlab.case.declaration import FIELDS, OpName, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
     ArgumentName,
@@ -37,6 +37,7 @@ def values_of(name: str) -> list[object]:
     inner = kind.kind if isinstance(kind, Maybe) else kind
     some: list[object] = {
         OneOf: lambda: list(inner.choices),
+        OpName: lambda: list(inner.choices),
         ArgumentName: lambda: list(inner.choices),
         BackendName: lambda: [*inner.choices, "mine.py:fast", "plugin:fast"],
         Flag: lambda: [True, False],
