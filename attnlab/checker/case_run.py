@@ -146,7 +146,7 @@ def lab_of(backend: Backend, device: str, keep: int = 3) -> Lab:
     is_native = backend.device == "cuda"
     lab = Lab(source=backend.path, device=device, keep=keep, is_native=is_native)
     if backend.device == device:
-        lab.shared.get("backend", backend.name, lambda: backend)
+        lab.use(backend)
     return lab
 
 

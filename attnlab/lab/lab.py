@@ -99,6 +99,11 @@ class Lab:
         given = (case.backend, self.source, self.device)
         return self.shared.get("backend", given, lambda: find_backend(*given))[0]
 
+    def use(self, backend: Backend) -> None:
+        """Run the Cases that name a backend on this one."""
+        given = (backend.name, self.source, self.device)
+        self.shared.get("backend", given, lambda: backend)
+
     def where(self, case: Case) -> str:
         """Return the device of the Case's tensors; raise Unavailable for a GPU that torch does not see."""
         return self.backend(case).device

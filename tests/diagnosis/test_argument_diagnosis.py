@@ -9,7 +9,7 @@ from helpers.cases import hostile
 from helpers.sources import of_release
 
 from attnlab.case.case import Case
-from attnlab.case.op_arguments import NONE
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.diagnose import diagnose
@@ -24,6 +24,8 @@ from attnlab.lab.problem import Problem
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import presented
 from attnlab.tensors.quantised import OUTPUT_SCALE
+
+IGNORED = dataclasses.replace(OP_ARGUMENTS["alibi_sqrt"], passes={})
 
 
 def case_of(name):
@@ -153,7 +155,7 @@ def test_a_run_is_confirmed_with_other_data(monkeypatch):
     monkeypatch.setitem(op_arguments._MAKERS, case.op_argument, exchanged)
     found = diagnose(case, lab=lab, limit=None)
     assert (found.status, named(found)) == ("explained", {"k_scale_for_values"})
-    monkeypatch.setitem(op_arguments._MAKERS, "alibi_sqrt", lambda case, given: {})
+    monkeypatch.setitem(OP_ARGUMENTS, "alibi_sqrt", IGNORED)
     plain = case.replace(op_argument=NONE, alibi=True)
     found = diagnose(plain.replace(op_argument="alibi_sqrt"), lab=lab, limit=None)
     assert (found.status, named(found)) == ("explained", {"argument_ignored"})
@@ -162,7 +164,7 @@ def test_a_run_is_confirmed_with_other_data(monkeypatch):
 @pytest.mark.releases
 def test_an_output_that_is_wrong_without_the_argument_is_diagnosed_as_that(monkeypatch):
     """0.33.0 is wrong with ALiBi and sinks."""
-    monkeypatch.setitem(op_arguments._MAKERS, "alibi_sqrt", lambda case, given: {})
+    monkeypatch.setitem(OP_ARGUMENTS, "alibi_sqrt", IGNORED)
     case = case_of("diffkv").replace(op_argument="alibi_sqrt", alibi=True, sinks=True)
     lab = Lab(source=of_release("0.33.0").path, device="cpu")
     found = diagnose(case, lab=lab, limit=None)

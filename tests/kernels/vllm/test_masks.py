@@ -127,8 +127,7 @@ def test_another_mask_than_that_of_the_case_is_found():
             plain = dataclasses.replace(call, causal=True, mm_prefix_range=None, qq_bias=None)
             return super().run(plain, target, kernels, options)
 
-    lab = Lab(device="cpu")
-    lab.shared.get("backend", "model", lambda: Plain(rules="0.33.0"))
+    lab = Lab(device="cpu", runner=Plain(rules="0.33.0"))
     names = {
         "bidirectional": "bidirectional_ignored",
         "ranges": "ranges_ignored",
@@ -144,5 +143,5 @@ def test_another_mask_than_that_of_the_case_is_found():
             distribution="normal",
             platform="sm_90",
         )
-        (finding,) = check_case(lab, Plain(rules="0.33.0"), case)
+        (finding,) = check_case(lab, lab.runner, case)
         assert name in finding.names
