@@ -280,10 +280,10 @@ def test_values_are_shown_at_the_pointer(explorer: Any) -> None:
         r"sequence \d+\nlargest error",
     )
     for i, pattern in enumerate(patterns):
-        image = explorer.locator(".attnlab-picture img").nth(i)
+        picture = explorer.locator(".attnlab-picture:visible").nth(i)
+        image, hover = picture.locator("img"), picture.locator(".attnlab-hover")
         box = image.bounding_box()
         image.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.4})
-        hover = explorer.locator(".attnlab-hover").nth(i)
         hover.wait_for()
         assert re.match(pattern, hover.inner_text())
     image.click(position={"x": box["width"] * 0.95, "y": box["height"] * 0.4})
