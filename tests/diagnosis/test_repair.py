@@ -385,6 +385,29 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path)
     assert find_claim(lab, case, [switch]) is None
 
 
+@pytest.mark.parametrize(("test", "is_claim"), [("WINDOW >= 0", False), ("True", True)])
+def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(tmp_path, monkeypatch, test, is_claim):
+    """Without a window no tile must be skipped: the statement works if it skips none, or is left out.
+
+    If nothing else assigns the number, it cannot be left out.
+    """
+    lab = Lab(device="cpu")
+    loop = "    for first in range(0, end + 1, BLOCK):\n"
+    pruned = (
+        ("" if is_claim else "    begin = 0\n")
+        + f"    if {test}:\n"
+        + "        begin = tl.maximum(0, (end - WINDOW + 1) // BLOCK) * BLOCK\n"
+        + loop.replace("range(0", "range(begin")
+    )
+    case, _ = planted(tmp_path, loop, pruned)
+    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    none = edit_of(lab, case, "(end - WINDOW + 1) // BLOCK", "0")
+    claim = find_claim(lab, case, [none])
+    assert (claim is not None) == is_claim
+
+
 @needs_triton
 @pytest.mark.releases
 def test_an_edit_holds_for_each_platform_for_which_the_source_is_loaded(tmp_path):

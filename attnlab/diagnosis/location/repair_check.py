@@ -25,6 +25,7 @@ from attnlab.diagnosis.reruns import further_cases, nearby_cases
 from attnlab.kernels.child_process import can_copy, fork, run_in_copy
 from attnlab.kernels.control import rows_equal, uncontrolled
 from attnlab.kernels.triton.interpreter import cores
+from attnlab.kernels.triton.kernel_text import row_starts
 from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.lockstep.control import live
 from attnlab.kernels.triton.probe import Probe, probing
@@ -254,6 +255,9 @@ def _claims(
             found = _with_large_scores(found, large)
         if found is None:
             continue
+        left_out = _without_statement(repair)
+        if left_out is not None and _claim_of(proofs, varied, more, left_out, end) is not None:
+            continue  # the branch may run where it should not
         if found.is_stated and any(
             _claim_of(proofs, varied, more, other, end) for other in _neighbours(repair)
         ):
@@ -405,6 +409,26 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
         if text != ast.unparse(given):
             edit = dataclasses.replace(repair.edit, after=f"({text})")
             yield dataclasses.replace(repair, edit=edit)
+
+
+def _without_statement(repair: Repair) -> Repair | None:
+    """Return the edit that leaves out the assignment of an edit, if that is in a branch, or None."""
+    text, edit = repair.text, repair.edit
+    rows = row_starts(text)
+    branches = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.If))
+    for node in (one for branch in branches for one in (*branch.body, *branch.orelse)):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        value, name = node.value, node.targets[0].id
+        start = rows[value.lineno - 1] + value.col_offset
+        end = rows[(value.end_lineno or 0) - 1] + (value.end_col_offset or 0)
+        if start <= edit.start and edit.end <= end:
+            before = text.encode()[start:end].decode()
+            whole = dataclasses.replace(
+                edit, start=start, end=end, before=before, after=name, more=()
+            )
+            return dataclasses.replace(repair, edit=whole)
+    return None
 
 
 def _parsed(text: str) -> ast.expr | None:
