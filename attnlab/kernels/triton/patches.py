@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -590,11 +591,11 @@ def _patched(
 
     The operations are patched for the first function of a launch. A scalar is an array of shape (1,) here.
     Triton 3.6 makes an index of it with ``int``, which NumPy rejects from 2.4 on; Triton 3.7 and later remove
-    the dimension first.
+    the dimension first. A float is no index, as for Triton's compiler.
     """
     scope = interpreter._patch_lang(function)
     scope.set_attr(
-        interpreter.tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item())
+        interpreter.tl.tensor, "__index__", lambda scalar: operator.index(scalar.handle.data.item())
     )
     patch_dtypes(interpreter, scope)
     if extension is not None:

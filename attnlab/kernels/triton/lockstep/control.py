@@ -14,6 +14,7 @@ Values of programs that are not active mean nothing. They are never stored, and 
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -522,10 +523,17 @@ class Range:
 
 
 def _numbers(value: Any) -> Any:
-    """Return an integer, or a scalar of Triton, as int64 numbers (P,) or (1,)."""
+    """Return an integer, or a scalar of Triton, as int64 numbers (P,) or (1,).
+
+    Raises TypeError for other numbers, as Triton's compiler does for the bounds of a loop.
+    """
     value = getattr(value, "value", value) if not hasattr(value, "handle") else value
     data = scalars(value)
-    return np.array([value.__index__()]) if data is None else data.astype(np.int64)
+    if data is None:
+        return np.array([operator.index(value)])
+    if data.dtype.kind == "f":
+        raise TypeError("the bounds of a range must be integers")
+    return data.astype(np.int64)
 
 
 def loop(items: Any, masks: bool, any_begin: bool, marks: Marks | None = None) -> Iterator[Any]:

@@ -6,6 +6,7 @@ operands must have the same number of axes, and every value the shape of its typ
 What is not listed here is refused.
 """
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -190,7 +191,7 @@ class Operations:
             scope.set_attr(lang, "static_range", Range)
             scope.set_attr(lang, "static_print", _refusing("static_print"))
         scope.set_attr(tl.tensor, "__bool__", _truth_of)
-        scope.set_attr(tl.tensor, "__index__", lambda tensor: int(same_for_all(_one_each(tensor))))
+        scope.set_attr(tl.tensor, "__index__", _index_of)
         scope.set_attr(tl.tensor, "T", property(self._transposed))
 
     def _checked(self, make: Any) -> Any:
@@ -400,6 +401,10 @@ def _one_each(tensor: Any) -> Any:
     if data.size != data.shape[0]:
         raise Refused("a block as an index")
     return data.reshape(-1)
+
+
+def _index_of(tensor: Any) -> int:
+    return operator.index(same_for_all(_one_each(tensor)))
 
 
 def _truth_of(tensor: Any) -> bool:

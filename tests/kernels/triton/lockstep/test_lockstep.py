@@ -68,6 +68,15 @@ def test_programs_that_take_different_ways(kernels, name):
     assert not run_control(kernels, name, NUMBERS).alone
 
 
+@pytest.mark.parametrize("is_together", [False, True])
+def test_a_float_is_no_bound_of_a_loop(kernels, is_together):
+    """Triton's compiler takes integers alone."""
+    target = torch.zeros(4 * len(NUMBERS))
+    with using_lockstep(is_together), launching(LaunchPlan()):
+        with pytest.raises(Exception, match="integer"):
+            kernels.loops[(len(NUMBERS),)](NUMBERS.float(), target, SIZE=4)
+
+
 def test_a_loop_variable_is_an_int_of_python(kernels):
     """Python rounds a negative quotient down, a scalar of Triton toward zero."""
     why = {"negative": "a division of negative integers in a loop"}
