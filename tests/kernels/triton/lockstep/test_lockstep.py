@@ -72,9 +72,9 @@ def test_programs_that_take_different_ways(kernels, name):
 def test_a_float_is_no_bound_of_a_loop(kernels, is_together):
     """Triton's compiler takes integers alone."""
     target = torch.zeros(4 * len(NUMBERS))
-    with using_lockstep(is_together), launching(LaunchPlan()):
-        with pytest.raises(Exception, match="integer"):
-            kernels.loops[(len(NUMBERS),)](NUMBERS.float(), target, SIZE=4)
+    fails = pytest.raises(Exception, match="integer")
+    with using_lockstep(is_together), launching(LaunchPlan()), fails:
+        kernels.loops[(len(NUMBERS),)](NUMBERS.float(), target, SIZE=4)
 
 
 def test_a_loop_variable_is_an_int_of_python(kernels):
