@@ -264,16 +264,8 @@ def run_command(command: str) -> tuple[int, str]:
     """Run one shell command; return its exit code and what it prints. A plain attnlab command runs here."""
     words = shlex.split(command)
     if words[0] != "attnlab" or re.search(r"[|<>]", re.sub(r"\"[^\"]*\"|'[^']*'", "", command)):
-        # "python" is this one, also where no environment is activated.
-        paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        done = subprocess.run(
-            command,
-            shell=True,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PATH": paths},
-        )
+        own = re.sub(r"^python\b", shlex.quote(sys.executable), command)
+        done = subprocess.run(own, shell=True, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
     from attnlab.cli.main import main
 
