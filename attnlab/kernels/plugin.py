@@ -37,9 +37,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -431,13 +431,21 @@ def entry_points() -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
 
 
+class _SourceLoader(SourceFileLoader):
+    """Runs the text of a file: its bytecode may be of another text that was written in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _file(name: str) -> tuple[ModuleSpec, str]:
     """Return the module of "FILE.py:FUNCTION" and the function's name."""
     path = check_plugin_file(name)
     folder = str(path.resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours, also when it is called
         sys.path.append(folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loader = _SourceLoader(path.stem, str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None
     return spec, name.rpartition(":")[2]
 

@@ -225,6 +225,15 @@ def test_an_entry_point(monkeypatch, tmp_path):
     assert (result.status, result.backend) == ("match", "plugin:fast")
 
 
+def test_a_file_that_changes_within_a_second_is_loaded_again(tmp_path):
+    """Python takes bytecode for current if size and second of the file are the same."""
+    file = tmp_path / "kernel.py"
+    for number in (1, 2):
+        file.write_text(f"def my_attention(call):\n    return {number}\n")
+        os.utime(file, ns=(0, 10**18 + number))
+        assert find_backend(f"{file}:my_attention").kernel(None) == number
+
+
 def test_a_file_that_changes_is_loaded_again(tmp_path):
     first = planted(tmp_path, RIGHT)
     assert Lab().run(small(first.name)).status == "match"
