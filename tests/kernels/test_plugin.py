@@ -225,8 +225,9 @@ def test_an_entry_point(monkeypatch, tmp_path):
     assert (result.status, result.backend) == ("match", "plugin:fast")
 
 
-def test_a_file_that_changes_within_a_second_is_loaded_again(tmp_path):
+def test_a_file_that_changes_within_a_second_is_loaded_again(tmp_path, monkeypatch):
     """Python takes bytecode for current if size and second of the file are the same."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "kernel.py"
     for number in (1, 2):
         file.write_text(f"def my_attention(call):\n    return {number}\n")
