@@ -32,6 +32,8 @@ class Package:
     - ``name``: as it is imported. ``title``: as it is written. ``distributions``: what installs it.
     - ``folders``: the folders with modules of ops, the newest layout first. ``further``: a regular expression
       of further files to read, in an sdist after the name of its top folder.
+    - ``is_whole``: every module of the package is loaded when it is imported, because no record says which
+      ones the ops need.
     - ``stubs``: returns what replaces other modules of the package, by dotted name and then by name, on a
       platform (:class:`attnlab.case.platforms.Platform`). A module without a stub has names that may not be
       called.
@@ -42,9 +44,12 @@ class Package:
     distributions: tuple[str, ...]
     folders: tuple[str, ...]
     further: str = ""
+    is_whole: bool = False
     stubs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda platform: {}
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_whole:
+            return _whole_package, (self.name, self.folders)
         return package_of, (self.name,)
 
 
@@ -254,6 +259,19 @@ def package_of(library: str) -> Package:
     """Return the package of a library that attnlab has records of."""
     found: Package = importlib.import_module(f"attnlab.library.{library}").PACKAGE
     return found
+
+
+@lru_cache(maxsize=64)
+def _whole_package(name: str, folders: tuple[str, ...]) -> Package:
+    return Package(
+        name=name, title=name, distributions=(name,), folders=folders, further=".*", is_whole=True
+    )
+
+
+def package_of_module(module: str) -> Package:
+    """Return the package that has a module, a dotted name, which no record knows."""
+    folder, _, _ = module.rpartition(".")
+    return _whole_package(module.partition(".")[0], (folder.replace(".", "/"),))
 
 
 def ops_of(library: str) -> list[Op]:
