@@ -29,6 +29,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "the release and the backend are used",
     )
     command.add_kernel_flag(group)
+    command.add_map_flag(group)
     flag(
         group,
         "--limit-s S",

@@ -8,7 +8,7 @@ import ast
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -263,9 +263,8 @@ def package_of(library: str) -> Package:
 
 @lru_cache(maxsize=64)
 def _whole_package(name: str, folders: tuple[str, ...]) -> Package:
-    return Package(
-        name=name, title=name, distributions=(name,), folders=folders, further=".*", is_whole=True
-    )
+    made = Package(name=name, title=name, distributions=(name,), folders=folders, is_whole=True)
+    return replace(made, stubs=package_of(name).stubs) if name in libraries() else made
 
 
 def package_of_module(module: str) -> Package:
