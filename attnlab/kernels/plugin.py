@@ -273,6 +273,10 @@ class PluginBackend(Backend):
         is_known = library_of(self.spec) is not None or self.path is not None
         return find_source(self.path, package) if package is not None and is_known else None
 
+    @property
+    def op_source(self) -> Source | None:
+        return self.source
+
     def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
         """Return the function of an op's record, as its package is on a platform."""
         file = split_mapping(self.spec)[0].rpartition(":")[0]
@@ -339,11 +343,13 @@ class PluginBackend(Backend):
 
     @property
     def masks(self) -> tuple[str, ...]:
+        if self.records:
+            return tuple(dict.fromkeys((CAUSAL, *(m for op in self.records for m in op.masks))))
         return tuple(getattr(self.kernel, "masks", (CAUSAL,)))
 
     @property
     def large_caches(self) -> bool:
-        return bool(getattr(self.kernel, "large_caches", False))
+        return self.source is not None or bool(getattr(self.kernel, "large_caches", False))
 
     @property
     def blind_spots(self) -> tuple[str, ...]:
@@ -419,9 +425,8 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 def _of_source(
     source: Source, platform: Platform, module: str, function: str
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported; on a CPU it gets the lab's Triton."""
-    triton = None if torch.cuda.is_available() else interpreted_triton()
-    stubs = package_stubs(source.package, platform, triton)
+    """Return a function of a package that is not imported, with the lab's Triton."""
+    stubs = package_stubs(source.package, platform, interpreted_triton())
     found = getattr(Loader(source, stubs).load(module), function, None)
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")

@@ -257,7 +257,8 @@ def names_inside(source: Source, op: str) -> frozenset[str]:
 
 
 def not_applicable(source: Source, op: str) -> list[str]:
-    """Return one line with the features that an op of a vLLM lacks, of those that it has in some release."""
+    """Return a line with the features that an op lacks, of those that it has in some release, and a line for
+    each that its record leaves out."""
     if not has_op(source, op):
         return [f"{op}: not applicable: {source.text()} has no function {OPS[op].function}"]
     found: dict[str, list[str]] = {}
@@ -265,7 +266,8 @@ def not_applicable(source: Source, op: str) -> list[str]:
         if lack := lacks(source, op, field, value):
             found.setdefault(lack, []).append(value or field)
     texts = [f"{', '.join(names)} ({lack})" for lack, names in found.items()]
-    return [f"{op}: not applicable: {'; '.join(texts)}"] if texts else []
+    left_out = [f"{op}: left out: {what}: {why}" for what, why in OPS[op].left_out.items()]
+    return [*([f"{op}: not applicable: {'; '.join(texts)}"] if texts else []), *left_out]
 
 
 def features_of(op: Op) -> Iterator[tuple[str, str]]:
@@ -273,7 +275,7 @@ def features_of(op: Op) -> Iterator[tuple[str, str]]:
     for field, names in _FIELDS.items():
         if field != "output_scale" and op.parameters(*names):
             yield field, ""
-    yield from (("mask", name) for name, mask in MASKS.items() if op.name in mask.ops)
+    yield from (("mask", name) for name, mask in MASKS.items() if mask.is_of(op.name))
     yield from (
         ("op_argument", name) for name, one in OP_ARGUMENTS.items() if op.name in one.requires
     )
@@ -296,7 +298,7 @@ def _needs(op: str, field: str, value: Any) -> Needs | None:
         return OP_ARGUMENTS[value].requires.get(op)
     if field == "mask":
         mask = MASKS[value]
-        if op in mask.ops:
+        if mask.is_of(op):
             return Needs(own=record.parameters(*mask.states), inside=mask.inside)
         return None if record.writes_cache else _ABSENT
     if not record.scores and field in _PREPARED:
