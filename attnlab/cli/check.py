@@ -87,7 +87,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         library,
-        "--op",
+        "--op OP",
         "check this op; repeatable (default: all); of --source also PACKAGE.MODULE:FUNCTION, an op that no "
         "record knows, whose arguments are bound by their names",
         action="append",
@@ -238,7 +238,7 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
     _check_flags(args)
     backend = backend_of(**_library(args))
-    if args.source is not None and args.library == "vllm":
+    if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
 
         notice_rules(find_source(args.source))

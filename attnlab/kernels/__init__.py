@@ -19,7 +19,8 @@ def find_backend(
 
     ``source`` is the vLLM of the backends "vllm", "rocm" and "cuda", or the package of "library:NAME" or
     "MODULE:FUNCTION(…)", None for the installed one; ``device`` is where backend "vllm" runs, "cuda" or
-    "cpu", None for the GPU if torch can use one. Other backends ignore both. Raises InvalidCase for a user's function that cannot be loaded.
+    "cpu", None for the GPU if torch can use one. Other backends ignore both. Raises InvalidCase for a user's
+    function that cannot be loaded.
     """
     if name == "model":
         from attnlab.kernels.model import ModelBackend
