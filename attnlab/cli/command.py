@@ -320,7 +320,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
-    from_scratch = not (args.test_id or args.case or args.field_op)
+    is_call = getattr(args, "call", None) is not None
+    from_scratch = not (args.test_id or args.case or args.field_op or is_call)
     if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
         if names_file(args.field_backend):
             check_plugin_file(args.field_backend)
@@ -371,9 +372,10 @@ def add_map_flag(group: Any, *, has_call: bool = False) -> None:
 def take_foreign_op(args: argparse.Namespace) -> None:
     """Let --op MODULE:FUNCTION, an op that no record knows, name the backend of a command with --map.
 
-    With --source FILE.py, or a folder that has MODULE.py, it is a function of that file. Raises InvalidCase
-    for a wrong --map.
+    With --source FILE.py, or a folder that has MODULE.py, it is a function of that file. ``call_op``, or --op
+    of a command without a Case, is then the op that describes a call. Raises InvalidCase for a wrong --map.
     """
+    args.call_op = None
     key = "field_op" if hasattr(args, "field_op") else "op"
     given = getattr(args, key, None) or []
     ops = given if isinstance(given, list) else [given]
@@ -394,9 +396,12 @@ def take_foreign_op(args: argparse.Namespace) -> None:
     backend, args.map = f"{module}:{function}({', '.join(args.map or ())})", None
     if not is_plugin(backend):
         refuse("op", "an op, or PACKAGE.MODULE:FUNCTION", ops[0])
-    place = next(name for name in ("kernel", "field_backend", "backend") if hasattr(args, name))
-    place = "field_backend" if hasattr(args, "field_backend") else place
+    place = next(name for name in ("field_backend", "backend", "kernel") if hasattr(args, name))
     setattr(args, place, [backend] if isinstance(getattr(args, place), list) else backend)
+    if getattr(args, "call", None) is not None:
+        from attnlab.kernels import find_backend
+
+        setattr(args, "call_op" if key == "field_op" else key, find_backend(backend, source).ops[0])
 
 
 def case_with_runner(args: argparse.Namespace) -> Case:

@@ -124,7 +124,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
 
 
 def _run(args: argparse.Namespace) -> int:
-    op = args.field_op
+    op = args.field_op or args.call_op
     command.check_share_flags(args)
     case = command.case_with_runner(args)
     if args.call is not None and args.output_file is not None:

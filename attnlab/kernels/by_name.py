@@ -278,23 +278,25 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
 
     ``mapping``: expressions by parameter, which win over the names. A name that several records have gets the
     value of the record that shares most parameters with the function. If a record shares enough of them, the
-    function is a copy of its op, and has its abilities; otherwise they follow from the arguments. Raises
-    InvalidCase for a parameter without a default that has no value, and for a wrong mapping.
+    function is a copy of its op, and has its abilities; otherwise they follow from the arguments. It gets
+    contiguous tensors. Raises InvalidCase for a parameter without a default that has no value, and for a
+    wrong mapping.
     """
     parameters = inspect.signature(function).parameters
     _check_mapping(made, parameters, mapping)
     records = [op for library in libraries() for op in ops_of(library) if op.is_triton]
     ranked = sorted(records, key=lambda op: -_likeness(op, parameters))
-    arguments = {
-        name: text
-        for name in parameters
-        if (text := mapping.get(name) or _value_of(name, ranked)) is not None
-    }
-    missing = [
+    required = [
         name
         for name, one in parameters.items()
-        if one.default is _MISSING and one.kind not in _OPEN and name not in arguments
+        if one.default is _MISSING and one.kind not in _OPEN
     ]
+    found = {name: mapping.get(name) or _value_of(name, ranked) for name in parameters}
+    arguments = {name: text for name, text in found.items() if text is not None}
+    for name in required:  # what a call may not state is not optional here
+        if arguments.get(name) == "sm_scale":
+            arguments[name] = "scale"
+    missing = [name for name in required if name not in arguments]
     if missing:
         each = " ".join(f"--map {name}=…" for name in missing)
         names = "query, output, flash_key_cache, flash_value_cache, block_table, seq_lens, scale, …"
@@ -307,7 +309,8 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     if _likeness(ranked[0], parameters) >= _LIKE:
         like = f"{ranked[0].library}'s {ranked[0].name}"
         where["summary"] = f"{made.summary} as those of {like}"
-        return dataclasses.replace(ranked[0], **where, platforms=None, releases=RELEASES)
+        where |= {"platforms": None, "releases": RELEASES, "strided": False, "hnd": False}
+        return dataclasses.replace(ranked[0], **where)
     return dataclasses.replace(made, **where, **_abilities(arguments.values()))
 
 
@@ -343,11 +346,12 @@ def _abilities(values: Iterable[str]) -> dict[str, Any]:
     used = frozenset().union(*map(names_in, values))
     is_flash = bool(used & {"flash_key_cache", "flash_value_cache", "token_slots"})
     layout = "flash" if is_flash else "x-split" if "key_cache" in used else None
-    prefill = bool(used & {"query_start_loc", "max_query_len"})
+    prefill = layout is None or bool(used & {"query_start_loc", "max_query_len"})
     contract = {name: "any" for name in ("softcap", "sinks") if name in used}
     return {
         "contract": contract if prefill else {**contract, "serves": "decode"},
         "prefill": prefill,
+        "strided": False,
         "result": None if "output" in used else "returned",
         "new_tokens_from": "arguments" if "key" in used else "cache",
         "cache_layout": layout,

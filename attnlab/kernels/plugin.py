@@ -27,6 +27,7 @@ An exception of the function, sys.exit and os._exit are failures of the kernel.
 """
 
 import builtins
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -80,7 +81,7 @@ from attnlab.kernels.triton.interpreter import (
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
-from attnlab.kernels.vllm.loader import Loader, package_stubs
+from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import Op, ops_of
 from attnlab.tensors.call import KernelCall
@@ -370,8 +371,10 @@ class PluginBackend(Backend):
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
         before = None if call.spec.writes_cache else call.buffer.clone()
+        is_simulated = self.source is not None and not torch.cuda.is_available()
+        on_cpu = OnCpu() if is_simulated else contextlib.nullcontext()
         try:
-            with launching(plan), interpreting(), contained():
+            with launching(plan), interpreting(), contained(), on_cpu:
                 returned = self._call(call, target, plan)
         except AttnLabError:
             raise

@@ -99,7 +99,8 @@ class Op:
     - ``prefill``: it accepts sequences with query_len > 1. ``context``: it accepts tokens before the new
       ones.
     - ``sinks_with_alibi``: it accepts sinks and ALiBi in one call.
-    - ``hnd``: the cache may have its heads before its slots (VLLM_KV_CACHE_LAYOUT=HND).
+    - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
+      before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
@@ -134,6 +135,7 @@ class Op:
     prefill: bool = True
     context: bool = True
     sinks_with_alibi: bool = False
+    strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
     min_splits: int = 0

@@ -8,6 +8,7 @@ several releases can be loaded in one process, and a module that fails to load l
 
 import ast
 import builtins
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -23,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.platforms import Platform
@@ -150,6 +152,7 @@ class Loader:
         self._source, self._is_marked = source, is_marked
         self._folders = {source.root / folder for folder in source.ops_folders}
         self._modules: dict[str, ModuleType] = dict(stubs)
+        self._has_gpu = torch.cuda.is_available()
         self._ops: dict[str, ModuleType] = {}
 
     def load(self, op: str) -> ModuleType:
@@ -216,7 +219,7 @@ class Loader:
         code = compile(tree, module.__file__, "exec", dont_inherit=True)
         self._modules[name] = module
         try:
-            with _listed(name, module):
+            with _listed(name, module), contextlib.nullcontext() if self._has_gpu else OnCpu():
                 exec(code, module.__dict__)
         except Exception as error:
             if not is_init:
@@ -377,6 +380,24 @@ def _torch(current: "_Current") -> ModuleType:
         current_device=current.get_current_device,
     )
     return _view(torch, cuda=cuda, empty=empty)
+
+
+class OnCpu(TorchFunctionMode):
+    """Let code that asks torch for a CUDA device get the CPU: device="cuda", .to("cuda"), .cuda()."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), named: Any = None
+    ) -> Any:
+        """Call a function of torch with the CPU in place of a CUDA device."""
+        if function is torch.Tensor.cuda:
+            return args[0]
+        named = {name: _on_cpu(value) for name, value in (named or {}).items()}
+        return function(*map(_on_cpu, args), **named)
+
+
+def _on_cpu(value: Any) -> Any:
+    is_cuda = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_cuda else value
 
 
 def _view(module: ModuleType, **names: Any) -> ModuleType:

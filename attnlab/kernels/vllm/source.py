@@ -233,7 +233,8 @@ def _checkout(path: Path, package: Package) -> Source:
 
 def _no_ops(path: Path, package: Package) -> str:
     folders = ", ".join(package.folders)
-    return f"source must be a {package.title}: {path} contains none of {folders}"
+    title = f"{'the package' if package.is_whole else 'a'} {package.title}"
+    return f"source must be {title}: {path} contains none of {folders}"
 
 
 def _archive(path: Path, package: Package) -> Source:
