@@ -238,6 +238,7 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
     _check_flags(args)
     backend = backend_of(**_library(args))
+    command.notice_binding(backend)
     if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
 
