@@ -215,6 +215,13 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
 }
 
 
+def known_names() -> frozenset[str]:
+    """Return the names that an expression of a record can use."""
+    own = (name for name in dir(KernelCall) if not name.startswith("_"))
+    caches = ("flash_key_cache", "flash_value_cache")
+    return frozenset((*_VALUES, *_BUILTINS, *own, *caches))
+
+
 _BUILTINS: Mapping[str, Any] = {one.__name__: one for one in (int, float, bool, len, max, min)}
 
 

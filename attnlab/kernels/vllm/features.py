@@ -113,7 +113,8 @@ def _reached(
         found[file, name] = (file, module, node)
         for used in _names(node):
             where, original = module.imports.get(used, (file.stem, used))
-            if (other := file.with_name(f"{where}.py")).is_file():
+            other = (source.root if "/" in where else file.parent) / f"{where}.py"
+            if other.is_file():
                 waiting.append((other, original))
     return list(found.values())
 
@@ -127,8 +128,10 @@ def file_kernels(file: Path) -> list[Function]:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """The functions of a module, what it imports from modules of its folder as (module, name), and its
-    lines."""
+    """The functions of a module, what it imports from modules of ops as (module, name), and its lines.
+
+    A module is a file of the same folder, or has a path in the source, both without ".py".
+    """
 
     functions: dict[str, ast.FunctionDef]
     imports: dict[str, tuple[str, str]]
@@ -151,9 +154,10 @@ def _imports(nodes: Iterable[ast.ImportFrom]) -> Iterator[tuple[str, tuple[str, 
     packages = (package_of(name) for name in libraries())
     folders = {folder.replace("/", ".") for one in packages for folder in one.folders}
     for node in nodes:
-        package, _, leaf = (node.module or "").rpartition(".")
-        if node.level == 1 or package in folders:
-            yield from ((one.asname or one.name, (leaf, one.name)) for one in node.names)
+        where = node.module or ""
+        if node.level == 1 or where.rpartition(".")[0] in folders:
+            path = where if node.level else where.replace(".", "/")
+            yield from ((one.asname or one.name, (path, one.name)) for one in node.names)
 
 
 def _names(function: ast.FunctionDef) -> set[str]:
