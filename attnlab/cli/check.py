@@ -111,8 +111,7 @@ def add_conditions(group: Any) -> None:
     flag(
         group,
         "--platform PLATFORM",
-        "the platform that is modelled (default: %(default)s)",
-        default="sm_90",
+        "the platform that is modelled (default: sm_90, or the first one that the ops have)",
     )
     flag(
         group,
