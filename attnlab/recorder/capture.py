@@ -44,7 +44,7 @@ class Recorded:
     """A recorded call.
 
     - ``reading``: its arguments, with copies of all tensors; ``op``, ``layout``: what describes them.
-    - ``is_write``: whether it is a cache write.
+    - ``is_write``: whether it is a cache write. ``is_guess``: see :class:`RecordedOp`.
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
     - ``rejection``: the error that the op raised, or "".
@@ -57,6 +57,7 @@ class Recorded:
     writes: dict[str, Any] = field(default_factory=dict)
     rejection: str = ""
     is_write: bool = False
+    is_guess: bool = False
     function: Function | None = None
     forms: dict[str, Any] = field(default_factory=dict)
     _call: KernelCall | None = None
@@ -202,6 +203,15 @@ class Capture:
         self._is_active = True
         self._patches.install()
 
+    def add(self, ops: Iterable[RecordedOp]) -> None:
+        """Record the calls of further ops, which are not those that are recorded already."""
+        targets: dict[str, list[str]] = {}
+        for op in ops:
+            if op.name not in self._ops:
+                self._ops[op.name] = op
+                targets.setdefault(op.module, []).append(op.function)
+        self._patches.add(targets)
+
     def stop(self) -> None:
         """Put the original ops back."""
         self._is_active = False
@@ -230,7 +240,7 @@ class Capture:
                 return original(*args, **kwargs)
             before = self._before(op, bind, args, kwargs)
             if before is not None:
-                before.function = original
+                before.function = None if op.is_dense else original
             with not_recording(), noting_bfloat16() as undecided:
                 try:
                     result = original(*args, **kwargs)
@@ -266,6 +276,7 @@ class Capture:
                 return Recorded(
                     reading=reading,
                     is_write=op.writes_cache,
+                    is_guess=op.is_guess,
                     op=op.op,
                     layout=op.layout,
                     origin=_origin(self.origin, op, reading.fields["key_cache"].device),

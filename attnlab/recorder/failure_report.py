@@ -123,6 +123,9 @@ def _fill(
     if unknown:
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
+    if judgement is not None and one.is_guess and not _confirms_reading(judgement):
+        report.add("not decided", _NOT_CONFIRMED.format(one.kernel))
+        judgement = None
     found = None
     if judgement is not None:
         found = _by_runs(one, judgement.diagnosis, seconds)
@@ -136,6 +139,19 @@ def _fill(
     if isinstance(failure, InvalidCall) and failure.field == "output" and not one.outputs:
         report.add("advice", "return the output, or name its argument output, out or o")
     _write(report, node_id, one, judgement, found, folder)
+
+
+_NOT_CONFIRMED = (
+    "the function has the arguments of attention, but the test compares its output with nothing that is the "
+    "attention of these arguments; if it is meant to be: -o attnlab_ops={}"
+)
+
+
+def _confirms_reading(one: Judgement) -> bool:
+    """Answer whether a test's values agree with how a call was read that nobody said is attention."""
+    if not one.diagnosis.is_wrong or one.diagnosis.status == "rejected":
+        return True
+    return one.comparison is not None and one.side != "the kernel and the expected value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +334,8 @@ def _write(
         call = one.call
         call.save(target / "call.safetensors")
         report.add("call", str(target / "call.safetensors"))
+        if judgement is not None and judgement.diagnosis.is_wrong and one.function is not None:
+            report.add("next", f"attnlab page CALL{_kernel_flag(one)}: source line, repair, a page to send")
         write_text(target / "report.html", page(node_id, report, one, judgement, found))
         report.add("page", str(target / "report.html"))
     except (AttnLabError, OSError) as error:
@@ -349,17 +367,21 @@ def page(
     nouns = [] if judgement is None else [sheets.html(judgement.diagnosis)]
     if found is not None and found.sheet:
         nouns = [found.sheet]
-    kernel = "" if recorded.is_write else f" --kernel {recorded.kernel}"
-    if not call.is_foreign:
-        kernel = " --source VLLM"
     return render_page(
         "failure.html.j2",
         title=node_id,
         facts=facts,
         drawn=[] if judgement is None else _pictures(call, judgement.diagnosis),
         sheets=[*nouns, sheets.html(call)],
-        command=f"attnlab diagnose --call call.safetensors{kernel}",
+        command=f"attnlab page call.safetensors{_kernel_flag(recorded)}",
     )
+
+
+def _kernel_flag(one: Recorded) -> str:
+    """Return the flag of a command that runs the function of a call again, or ""."""
+    if not one.call.is_foreign:
+        return " --source VLLM"
+    return "" if one.function is None or one.is_write else f" --kernel {one.kernel}"
 
 
 def _pictures(call: KernelCall, diagnosis: Diagnosis) -> list[Picture]:
