@@ -126,7 +126,10 @@ class ByName:
         """Raise InvalidCase if the function has an argument without default that no call can hold."""
         parameters = inspect.signature(self.function).parameters
         for name, one in parameters.items():
-            is_needed = one.default is _MISSING and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            is_needed = one.default is _MISSING and one.kind not in (
+                one.VAR_POSITIONAL,
+                one.VAR_KEYWORD,
+            )
             if is_needed and name not in SIZES and self._field(name, parameters) is None:
                 text = f"{spec}: {name} must be an argument that attnlab knows ({', '.join(_USUAL)}, …), "
                 raise InvalidCase(f"{text}or have a default", field="backend")

@@ -14,10 +14,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
-from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
-from attnlab.diagnosis.captured import diagnose_captured, problem_of
-from attnlab.diagnosis.cells import locate
+from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.kernels.child_process import can_copy, run_in_copy
@@ -25,10 +23,8 @@ from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.recorder.capture import Recorded, not_recording
 from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
 from attnlab.reports.pages import render_page
-from attnlab.reports.shared_page import Picture, error_picture
+from attnlab.reports.shared_page import call_pictures
 from attnlab.show import sheets
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.quantised import in_numbers
 
 MOST_LINES = 15
 _WIDTH = 100
@@ -335,7 +331,9 @@ def _write(
         call.save(target / "call.safetensors")
         report.add("call", str(target / "call.safetensors"))
         if judgement is not None and judgement.diagnosis.is_wrong and one.function is not None:
-            report.add("next", f"attnlab page CALL{_kernel_flag(one)}: source line, repair, a page to send")
+            report.add(
+                "next", f"attnlab page CALL{_kernel_flag(one)}: source line, repair, a page to send"
+            )
         write_text(target / "report.html", page(node_id, report, one, judgement, found))
         report.add("page", str(target / "report.html"))
     except (AttnLabError, OSError) as error:
@@ -371,7 +369,7 @@ def page(
         "failure.html.j2",
         title=node_id,
         facts=facts,
-        drawn=[] if judgement is None else _pictures(call, judgement.diagnosis),
+        drawn=[] if judgement is None else call_pictures(call),
         sheets=[*nouns, sheets.html(call)],
         command=f"attnlab page call.safetensors{_kernel_flag(recorded)}",
     )
@@ -382,16 +380,3 @@ def _kernel_flag(one: Recorded) -> str:
     if not one.call.is_foreign:
         return " --source VLLM"
     return "" if one.function is None or one.is_write else f" --kernel {one.kernel}"
-
-
-def _pictures(call: KernelCall, diagnosis: Diagnosis) -> list[Picture]:
-    """Return the picture of the wrong rows and heads of an attention output; none if nothing is wrong."""
-    if call.spec.writes_cache or not diagnosis.wrong_rows:
-        return []
-    call = call.cpu()
-    found = locate(problem_of(call), in_numbers(call).buffer)
-    starts = call.query_start_loc.long()
-    query_lens = (starts[1:] - starts[:-1]).tolist()
-    ctx_lens = (call.seq_lens.long() - (starts[1:] - starts[:-1])).tolist()
-    lengths = Lengths(query_lens=tuple(query_lens), ctx_lens=tuple(ctx_lens))
-    return [error_picture(lengths, found.error, found.is_wrong)]

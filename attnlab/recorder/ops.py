@@ -456,7 +456,9 @@ def _guess(module: str, function: str, parameters: tuple[str, ...]) -> list[Reco
         return [RecordedOp(module=module, function=function, is_guess=True)]
     others = {"block_table", "seq_lens", "query_start_loc", "key_cache", "slot_mapping", "output"}
     if {"query", "key", "value"} <= has and not others & has:
-        dense = RecordedOp(module=module, function=function, op=UNIFIED, layout="HND", adjust=_dense)
+        dense = RecordedOp(
+            module=module, function=function, op=UNIFIED, layout="HND", adjust=_dense
+        )
         return [replace(dense, is_guess=True, is_dense=True)]
     return []
 

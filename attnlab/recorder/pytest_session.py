@@ -203,7 +203,9 @@ class Session:
                     f"attnlab: attnlab_ops must name {what} that exists, got {text}"
                 )
         if not self._is_controller:
-            tests = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
+            tests = {
+                item.module.__name__ for item in session.items if isinstance(item, pytest.Function)
+            }
             self._capture.add(ops_in(session.config.rootpath, tests))
 
     def pytest_unconfigure(self) -> None:

@@ -81,7 +81,7 @@ def sections(tmp_path_factory) -> dict[str, str]:
     (folder / "kern.py").write_text(KERNEL)
     (folder / "test_own.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    out = pytest_in(folder, "--attnlab").stdout
+    out = pytest_in(folder, "--attnlab")
     parts = out.split("___ test_")[1:]
     return {part.split(" ")[0]: part.partition("- attnlab -")[2] for part in parts}
 
@@ -101,7 +101,7 @@ def test_a_dense_kernel_is_read_as_torch_reads_its_own(sections):
 def test_a_function_that_is_no_attention_is_not_accused(sections):
     assert "not decided" in sections["no_attention"]
     assert "wrong side" not in sections["no_attention"]
-    assert "-o attnlab_ops=kern:update" in sections["no_attention"]
+    assert "attnlab_ops=kern:update" in sections["no_attention"]
 
 
 def test_functions_of_test_modules_count_if_there_are_no_others(tmp_path, monkeypatch):
