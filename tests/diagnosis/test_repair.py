@@ -385,6 +385,23 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path)
     assert find_claim(lab, case, [switch]) is None
 
 
+@pytest.mark.parametrize("after", ["(2 * last)", "(last + BLOCK)", "(end + 1)"])
+def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch, after):
+    """The end of the loop is wrong in another line. Masks hide what a longer loop adds."""
+    lab = Lab(device="cpu")
+    loop = "    for first in range(0, end + 1, BLOCK):\n"
+    short = "    last = end // BLOCK * BLOCK\n" + loop.replace("end + 1", "last")
+    case, _ = planted(tmp_path, loop, short)
+    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    bounds = edit_of(lab, case, "last, BLOCK", after)
+    only = dataclasses.replace(bounds.edit, end=bounds.edit.start + len("last"), before="last")
+    at_its_line = edit_of(lab, case, "end // BLOCK * BLOCK", "(end + 1)")
+    assert find_claim(lab, case, [at_its_line]).repair is at_its_line
+    assert find_claim(lab, case, [dataclasses.replace(bounds, edit=only)]) is None
+
+
 @pytest.mark.parametrize(("test", "is_claim"), [("WINDOW >= 0", False), ("True", True)])
 def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(tmp_path, monkeypatch, test, is_claim):
     """Without a window no tile must be skipped: the statement works if it skips none, or is left out.

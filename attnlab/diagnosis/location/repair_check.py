@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.lockstep.control import live
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.run_log import Budget, TooLong, other_outside
+from attnlab.kernels.triton.source_edits import expression_of, span_of
 from attnlab.lab.lab import Lab
 
 _MOST_EDITS = 6  # that are compared with each other
@@ -44,7 +45,8 @@ _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms
 # (query_len, ctx_len). In the third, rows from 36 on have a window of 5 that begins after a tile of 16 or 32,
 # which other rows of their block read: a tile in which some rows see no key.
 _VARIED_LENGTHS: tuple[tuple[int, int], ...] = ((3, 37), (1, 66), (41, 0), (1, 20))
-# Of the longest sequence of a Case, which varied cases have, too: more than a tile of any kernel.
+# Of the longest sequence of a Case, which varied cases have, too: more than a tile of any kernel. Of an op
+# without context every varied case has one, in which some rows see no key of the first tile.
 _MOST_NEW, _MOST_CONTEXT = 140, 300
 _FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.37, "v_scale": 0.59}
 _NO_FP8 = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
@@ -74,6 +76,9 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
     {"head_size": 32},
     {"sm_scale": 4.0},
     {"num_splits": 4},
+    {"num_splits": 2},
+    {"num_splits": 8},
+    {"num_splits": 3},
     {"num_splits": 0},
     {"kv_layout": "fused"},  # other strides of keys than of values
     {"kv_layout": "HND"},
@@ -177,7 +182,7 @@ def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator
     if max(case.lengths.query_lens, default=0) == 1:
         pairs = tuple((1, query + ctx - 1) for query, ctx in pairs)
     if not case.spec.context:
-        pairs = tuple((query + ctx, 0) for query, ctx in pairs)
+        pairs = (*((query + ctx, 0) for query, ctx in pairs), (_MOST_NEW, 0))
     sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len", "kv_head_range")
     small = {
         **dict.fromkeys((*sizes, *DATA_OF_LENGTHS)),
@@ -255,13 +260,22 @@ def _claims(
             found = _with_large_scores(found, large)
         if found is None:
             continue
-        left_out = _without_statement(repair)
-        if left_out is not None and _claim_of(proofs, varied, more, left_out, end) is not None:
-            continue  # the branch may run where it should not
+        edit = repair.edit
+        # With the first, the branch of the edit may run where it should not. If the second holds, what is
+        # added only has to be large enough: a longer loop hides a wrong end, whatever made it wrong.
+        others_of = (edit.assigned(repair.text), edit.widened(repair.text))
+        if any(
+            _claim_of(proofs, varied, more, dataclasses.replace(repair, edit=one), end)
+            for one in others_of
+            if one is not None
+        ):
+            continue
         if found.is_stated and any(
             _claim_of(proofs, varied, more, other, end) for other in _neighbours(repair)
         ):
             found = dataclasses.replace(found, is_stated=False)
+        if time.process_time() > end:
+            break  # perhaps before all that could refute it
         if claim is None or _is_better(found, claim):
             claim, others = found, []
             is_best = found.is_stated and not found.untouched
@@ -394,7 +408,7 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
 
     If one of them holds in all cases, too, the cases do not show the edit, only its place.
     """
-    given, new = _parsed(repair.edit.before), _parsed(repair.edit.after)
+    given, new = expression_of(repair.edit.before), expression_of(repair.edit.after)
     if given is None:
         return
     others: list[ast.expr] = []
@@ -409,34 +423,6 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
         if text != ast.unparse(given):
             edit = dataclasses.replace(repair.edit, after=f"({text})")
             yield dataclasses.replace(repair, edit=edit)
-
-
-def _without_statement(repair: Repair) -> Repair | None:
-    """Return the edit that leaves out the assignment of an edit, if that is in a branch, or None."""
-    text, edit = repair.text, repair.edit
-    rows = row_starts(text)
-    branches = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.If))
-    for node in (one for branch in branches for one in (*branch.body, *branch.orelse)):
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            continue
-        value, name = node.value, node.targets[0].id
-        start = rows[value.lineno - 1] + value.col_offset
-        end = rows[(value.end_lineno or 0) - 1] + (value.end_col_offset or 0)
-        if start <= edit.start and edit.end <= end:
-            before = text.encode()[start:end].decode()
-            whole = dataclasses.replace(
-                edit, start=start, end=end, before=before, after=name, more=()
-            )
-            return dataclasses.replace(repair, edit=whole)
-    return None
-
-
-def _parsed(text: str) -> ast.expr | None:
-    """Return the text of an edit as an expression, which may have several lines, or None if it is none."""
-    try:
-        return ast.parse(f"({text})", mode="eval").body
-    except SyntaxError:
-        return None
 
 
 def _with_large_scores(claim: RepairClaim, proofs: Sequence["_Proof"]) -> RepairClaim | None:
@@ -487,7 +473,7 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
 
 def _may_lack_argument(repair: Repair, launches: Sequence[dict[str, Any]]) -> bool:
     """Answer whether an edit leaves out a factor, while an argument that is always 1 is not used."""
-    given, new = _parsed(repair.edit.before), _parsed(repair.edit.after)
+    given, new = expression_of(repair.edit.before), expression_of(repair.edit.after)
     if not isinstance(given, ast.BinOp) or not isinstance(given.op, ast.Mult) or new is None:
         return False
     if ast.unparse(new) not in (ast.unparse(given.left), ast.unparse(given.right)):
@@ -500,12 +486,11 @@ def _factors_at(repair: Repair) -> Iterator[set[str]]:
     """Yield the names among the factors of each product that an edited text has in the place of the edit."""
     edit = repair.edit
     text, end = edit.apply(repair.text), edit.start + len(edit.after.encode())
-    rows = [0, *accumulate(map(len, text.encode().splitlines(keepends=True)))]
+    rows = row_starts(text)
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
             continue
-        first = rows[node.lineno - 1] + node.col_offset
-        last = rows[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        first, last = span_of(node, rows)
         if first < end and last > edit.start:
             yield _factors(node)
 
@@ -525,7 +510,7 @@ def _assigned(text: str) -> set[str]:
 
 def _names(text: str) -> set[str]:
     """Return the names in an expression or a statement, without those of modules."""
-    nodes = list(ast.walk(_parsed(text) or ast.parse(text.strip())))
+    nodes = list(ast.walk(expression_of(text) or ast.parse(text.strip())))
     modules = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in modules}
 

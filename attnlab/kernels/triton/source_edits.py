@@ -286,10 +286,7 @@ class Edit:
         first = self.start + self.after.index(after) + len(after) - len(after.lstrip("( "))
         last = end - len(after) + len(after.rstrip(") "))
         spans = [
-            (
-                rows[one.lineno - 1] + one.col_offset,
-                rows[(one.end_lineno or 0) - 1] + (one.end_col_offset or 0),
-            )
+            span_of(one, rows)
             for one in ast.walk(ast.parse(changed))
             if isinstance(one, ast.expr) and _edits_is_condition(one)
         ]
@@ -318,14 +315,45 @@ class Edit:
         calls = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call))
         return self._is_in(text, [one for one in calls if ast.unparse(one.func) in _MAXIMA])
 
+    def widened(self, text: str) -> "Edit | None":
+        """Return the edit that goes further in the same direction, if there is one.
+
+        It adds the double of what the edit adds or multiplies by. In place of a name alone at which a loop
+        begins or ends, it begins the loop at 0, or ends it at the double of the new end.
+        """
+        before, after = (_plain(part) for part in (self.before, self.after))
+        match expression_of(after):
+            case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() as op, right) if (
+                ast.unparse(left) == before
+            ):
+                more = ast.BinOp(left, op, ast.BinOp(ast.Constant(2), ast.Mult(), right))
+                return replace(self, after=f"({ast.unparse(more)})")
+        if not before.isidentifier():
+            return None
+        loops = (one.iter for one in ast.walk(ast.parse(text)) if isinstance(one, ast.For))
+        for bounds in (one.args[:2] for one in loops if isinstance(one, ast.Call)):
+            if self._is_in(text, bounds[-1:]):
+                return replace(self, after=f"(2 * ({after}))")
+            if self._is_in(text, bounds[:-1]):
+                return replace(self, after="(0)")
+        return None
+
+    def assigned(self, text: str) -> "Edit | None":
+        """Return the edit that leaves out the assignment that this one changes, if that is in a branch."""
+        branches = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.If))
+        for node in (one for branch in branches for one in (*branch.body, *branch.orelse)):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                start, end = span_of(node.value, row_starts(text))
+                if start <= self.start and self.end <= end:
+                    before, after = text.encode()[start:end].decode(), node.targets[0].id
+                    return replace(self, start=start, end=end, before=before, after=after, more=())
+        return None
+
     def _is_in(self, text: str, expressions: Sequence[ast.expr]) -> bool:
         """Answer whether the edit is inside one of some expressions of a text."""
         rows = row_starts(text)
-        return any(
-            rows[one.lineno - 1] + one.col_offset <= self.start
-            and self.end <= rows[(one.end_lineno or 0) - 1] + (one.end_col_offset or 0)
-            for one in expressions
-        )
+        spans = (span_of(one, rows) for one in expressions)
+        return any(start <= self.start and self.end <= end for start, end in spans)
 
     @property
     def changes(self) -> list[Change]:
@@ -367,8 +395,7 @@ def _edits(text: str, lines: frozenset[int], cost: int, whole: str) -> list[Edit
             continue
         used = _words_of(statement)
         for node, after in _changes(statement, parts, cost):
-            start = starts[node.lineno - 1] + node.col_offset
-            end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+            start, end = span_of(node, starts)
             before = text.encode()[start:end].decode()
             if _plain(before) != _plain(after):
                 revived = parts.revived(before, after)
@@ -411,14 +438,23 @@ def _in_all_places(found: Sequence[Edit]) -> Iterator[Edit]:
             yield replace(first, cost=_COST_OF_PLACES, more=more)
 
 
+def span_of(node: ast.expr | ast.stmt, rows: Sequence[int]) -> tuple[int, int]:
+    """Return the first byte of a node, and that after it."""
+    end = rows[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+    return rows[node.lineno - 1] + node.col_offset, end
+
+
+def expression_of(text: str) -> ast.expr | None:
+    """Return a text as an expression, which may have several lines, or None if it is none."""
+    try:
+        return ast.parse(f"({text})", mode="eval").body
+    except SyntaxError:
+        return None
+
+
 @lru_cache(maxsize=1 << 16)
 def _plain(text: str) -> str:
-    if text.isidentifier():
-        return text
-    try:
-        return ast.unparse(ast.parse(f"({text})", mode="eval"))
-    except SyntaxError:  # a statement
-        return ast.unparse(ast.parse(text))
+    return text if text.isidentifier() else ast.unparse(expression_of(text) or ast.parse(text))
 
 
 def _changes(
