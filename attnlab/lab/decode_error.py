@@ -270,6 +270,7 @@ class DecodedError(Shown):
         """Return the facts as sentences."""
         which = "its only token" if self.query_len == 1 else f"token {self.token} of its query"
         sentences = [
+            platform_text(self.platform, self.platform_by),
             f"row {self.row} is sequence {self.seq}, {which} "
             f"(query_len {self.query_len}, ctx_len {self.ctx_len}); head {self.head}, "
             f"element {self.element}",
@@ -299,7 +300,6 @@ class DecodedError(Shown):
                 f"{self.max_abs_error:g}, the row of the output or the expected one is no average: it was "
                 "not written, its weights do not sum to 1, or it holds other numbers"
             )
-        sentences.append(platform_text(self.platform, self.platform_by))
         return sentences + refusal_sentences(self.refusal)
 
     def to_dict(self) -> dict[str, Any]:
@@ -375,8 +375,8 @@ def decode(
         answer = of_allclose(found, case)
     else:
         raise InvalidCase(_with_refusal(_NO_INDEX, found))
-    last = platform_text(case.platform, platform_by)
-    return dataclasses.replace(answer, facts=(*answer.facts, last))
+    first = platform_text(case.platform, platform_by)
+    return dataclasses.replace(answer, facts=(first, *answer.facts))
 
 
 def _with_refusal(text: str, found: ErrorText) -> str:

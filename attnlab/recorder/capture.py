@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -69,6 +70,15 @@ class Recorded:
         return f"{module}:{function}"
 
     @property
+    def spec(self) -> str:
+        """Return the name by which a command in the current folder finds the function."""
+        module, _, function = self.kernel.partition(":")
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if not file or "." in module or "site-packages" in file:
+            return self.kernel
+        return f"{from_here(Path(file))}:{function}"
+
+    @property
     def runner(self) -> Backend | None:
         """Return what runs the call again in this process: the installed vLLM, or the function.
 
@@ -111,6 +121,14 @@ class Recorded:
                 call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call
+
+
+def from_here(path: Path) -> str:
+    """Return a path as it is from the current folder, if that is above it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def forms_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import shlex
 import signal
 import textwrap
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.kernels.child_process import can_copy, run_in_copy
 from attnlab.kernels.triton.interpreter import limit_processes
-from attnlab.recorder.capture import Recorded, not_recording
+from attnlab.recorder.capture import Recorded, from_here, not_recording
 from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
 from attnlab.reports.pages import render_page
 from attnlab.reports.shared_page import call_pictures
@@ -58,7 +59,7 @@ class FailureReport:
     @staticmethod
     def _wrapped(label: str, text: str) -> list[str]:
         indent = " " * 12
-        if label in ("call", "page"):
+        if label in ("call", "next", "page"):
             return [f"{label:<12}{text}"]
         return textwrap.wrap(
             text, _WIDTH, initial_indent=f"{label:<12}", subsequent_indent=indent
@@ -331,9 +332,8 @@ def _write(
         call.save(target / "call.safetensors")
         report.add("call", str(target / "call.safetensors"))
         if judgement is not None and judgement.diagnosis.is_wrong and one.function is not None:
-            report.add(
-                "next", f"attnlab page CALL{_kernel_flag(one)}: source line, repair, a page to send"
-            )
+            call_file = shlex.quote(from_here(target / "call.safetensors"))
+            report.add("next", f"attnlab page {call_file}{_kernel_flag(one)}")
         write_text(target / "report.html", page(node_id, report, one, judgement, found))
         report.add("page", str(target / "report.html"))
     except (AttnLabError, OSError) as error:
@@ -379,4 +379,4 @@ def _kernel_flag(one: Recorded) -> str:
     """Return the flag of a command that runs the function of a call again, or ""."""
     if not one.call.is_foreign:
         return " --source VLLM"
-    return "" if one.function is None or one.is_write else f" --kernel {one.kernel}"
+    return "" if one.function is None or one.is_write else f" --kernel {shlex.quote(one.spec)}"

@@ -186,8 +186,10 @@ def page_of(
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
     if cause:
         evidence = lines
-    elif texts and lines and sheet.kind in ("XRay", "Decoded error"):
+    elif sheet.kind == "XRay" and lines:
         cause, evidence = lines[0], lines[1:]
+    elif sheet.kind == "Decoded error" and lines[1:]:  # the first states the platform
+        cause, evidence = lines[1], [lines[0], *lines[2:]]
     else:
         cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
     if sheet.kind == "Report":

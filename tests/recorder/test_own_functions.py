@@ -89,7 +89,8 @@ def sections(tmp_path_factory) -> dict[str, str]:
 def test_a_kernel_is_recorded_by_the_names_of_its_arguments(sections):
     assert "op          kern.decode" in sections["paged"]
     assert "wrong side  the kernel" in sections["paged"]
-    assert "attnlab page CALL --kernel kern:decode" in sections["paged"]
+    assert "next        attnlab page attnlab-failures/test_own.py_test_paged-" in sections["paged"]
+    assert "/call.safetensors --kernel kern.py:decode\n" in sections["paged"]
 
 
 def test_a_dense_kernel_is_read_as_torch_reads_its_own(sections):
