@@ -604,6 +604,8 @@ def _make_case(
         fields["query_lens"] = tuple(min(n, _MOST_ROWS) for n in fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
         fields["stage"] = "sound"
+    if OPS[op].contract.get("reads_tail", "nothing") != "nothing":
+        fields["empty_slots"] = "garbage"  # NaN is the caller's fault
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
     if not backend.has_splits(op):
@@ -646,6 +648,10 @@ def longest_split(backend: Backend) -> int:
 
 def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> None:
     """Raise InvalidCase for changes that the backend or the op does not support."""
+    for field in ("block_size", "head_size", "dtype"):
+        allowed = OPS[op].contract.get(f"{field}s")
+        if allowed and {**DEFAULTS, **changes}.get(field, "float16") not in allowed:
+            raise InvalidCase(f"the op's contract excludes the {field}")
     has_sinks_and_alibi = changes.get("sinks") and changes.get("alibi")
     if changes.get("mask", CAUSAL) not in backend.masks:
         raise InvalidCase("the backend does not support the mask")

@@ -44,6 +44,22 @@ def scratch_full_of(number: float) -> Iterator[None]:
         _NUMBER.reset(token)
 
 
+@contextmanager
+def new_empty_is_scratch() -> Iterator[None]:
+    """Let ``Tensor.new_empty`` return scratch memory inside the block: ops make outputs and buffers with it."""
+    original = torch.Tensor.new_empty
+
+    def new_empty(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        made = original(tensor, *size, **options)
+        return made.fill_(_NUMBER.get()) if made.is_floating_point() else made
+
+    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.new_empty = original  # type: ignore[method-assign]
+
+
 def scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
     """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
     return torch.full(shape, _NUMBER.get(), device=call.query.device)
@@ -119,6 +135,22 @@ def _token_slots(call: KernelCall) -> torch.Tensor:
     return torch.cat([*slots, call.block_table.new_zeros(0)]).int()
 
 
+def _flat(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all tokens, sequence after sequence, each [num_kv_heads, tokens, size].
+
+    A block of zeros follows, as in LMDeploy (lmdeploy/pytorch/backends/cuda/attention/default.py).
+    """
+    size, slots = call.block_size, [call.block_table.new_zeros(0)]
+    for row, seq_len in zip(call.block_table, call.seq_lens.tolist(), strict=True):
+        slots.append((row[:, None] * size + torch.arange(size, device=row.device)).flatten()[:seq_len])
+    at = torch.cat(slots).long()
+    key, value = (
+        torch.nn.functional.pad(one.flatten(0, 1)[at].transpose(0, 1), (0, 0, 0, size)).contiguous()
+        for one in _flash(call, target)
+    )
+    return key, value
+
+
 def _starts(call: KernelCall) -> torch.Tensor:
     """Return the sums of the lengths before each sequence, [num_seqs + 1] int32."""
     return torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
@@ -153,6 +185,8 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "rswa_window": lambda call, target: call.sliding_window,
     # The cache as [num_blocks, block_size, num_kv_heads, size], and lists of the slots of each sequence.
     "flash_cache": _flash,
+    "flat_cache": _flat,
+    "flat_starts": lambda call, target: torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int(),
     "slot_mapping": lambda call, target: _slots(call),
     "token_slots": lambda call, target: _token_slots(call),
     "token_starts": lambda call, target: _starts(call),
@@ -189,6 +223,8 @@ class Values(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in ("flash_key_cache", "flash_value_cache"):
             found = self["flash_cache"][name == "flash_value_cache"]
+        elif name in ("flat_keys", "flat_values"):
+            found = self["flat_cache"][name == "flat_values"]
         elif name in _BUILTINS:
             found = _BUILTINS[name]
         elif name in _VALUES:

@@ -93,6 +93,7 @@ class Op:
     - ``sinks_with_alibi``: it accepts sinks and ALiBi in one call.
     - ``hnd``: the cache may have its heads before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
     - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
@@ -125,6 +126,7 @@ class Op:
     sinks_with_alibi: bool = False
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False
     split_releases: tuple[str, ...] = RELEASES

@@ -169,7 +169,7 @@ def test_what_triton_cannot_interpret_is_named(monkeypatch) -> None:
 
 
 def test_block_pointers_move_and_check_the_dimensions_that_they_are_asked_to() -> None:
-    """A matrix of 3 × 5 in tiles of 2 × 4. Outside is 0, or the next row along a dimension without a check."""
+    """A matrix of 3 × 5 in tiles of 2 × 4. What is outside a checked dimension is 0."""
     data, out = torch.arange(1, 16), torch.full((3, 2, 4), -1)
     with launching(LaunchPlan()):
         moved[(1,)](data, out)
