@@ -314,6 +314,8 @@ def _check_layout(case: CaseQuantities) -> None:
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
+    if case.kv_layout != "contiguous" and not case.spec.strided:
+        refuse("kv_layout", f"contiguous with {case.op}", case.kv_layout)
     # In x-split caches the heads precede the slots anyway; decode_attention_fwd states "Assume (...,
     # PAGE_SIZE, NUM_HEADS, HEAD_DIM)" where it takes the strides (triton_decode_attention.py).
     if case.kv_layout == "HND" and not case.spec.hnd:

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Int, Number, check_plugin_file, is_plugin, names_file, refuse
+from attnlab.case.fields import (
+    Int,
+    Number,
+    check_plugin_file,
+    is_plugin,
+    names_file,
+    package_of_backend,
+    refuse,
+)
 from attnlab.case.ops import RELEASES
 from attnlab.library.op import libraries, package_of
 
@@ -50,7 +58,8 @@ def check(
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
 
-    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
+    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; an op without a record, "MODULE:FUNCTION(…)",
+      also of ``source``; or ``source``: a vLLM wheel, sdist or
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
     - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
@@ -207,7 +216,7 @@ def backend_of(
     if csrc:
         return find_backend("cuda", source)
     if kernel is not None:
-        return find_backend(kernel)
+        return find_backend(kernel, source)
     if library != "vllm":
         return find_backend(f"library:{library}", source)
     if source is not None or installed:
@@ -231,7 +240,9 @@ def check_library_flags(
     Coverage needs Triton kernels under the interpreter: the models are none, and natively no Python line of a
     kernel runs.
     """
-    if sum((kernel is not None, source is not None, installed)) > 1:
+    package = None if kernel is None else package_of_backend(kernel)
+    has_kernel = kernel is not None and package is None
+    if sum((has_kernel, source is not None, installed)) > 1:
         raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
     _check_library(library, kernel is not None or csrc or device != "cpu")
     is_source = source is not None or installed or library != "vllm"
@@ -244,10 +255,10 @@ def check_library_flags(
             refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
         if names_file(kernel):
             check_plugin_file(kernel)
-    elif source is not None:
+    if source is not None:
         from attnlab.kernels.vllm.source import find_source
 
-        find_source(source, package_of(library))
+        find_source(source, package or package_of(library))
     field_type("release").check("release", release)
     if coverage and (csrc or (kernel is None and not is_source)):
         raise InvalidCase(

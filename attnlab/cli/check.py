@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import flag
-from attnlab.case.ops import OPS, RELEASES
+from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
 from attnlab.cli.command import Command, notice, notice_rules, progress
@@ -86,11 +87,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         library,
-        "--op",
-        "check this op; repeatable (default: all)",
+        "--op OP",
+        "check this op; repeatable (default: all); of --source also PACKAGE.MODULE:FUNCTION, an op that no "
+        "record knows, whose arguments are bound by their names",
         action="append",
-        choices=tuple(OPS),
     )
+    command.add_map_flag(library)
     add_conditions(parser.add_argument_group("how to check it"))
     add_scaling(parser.add_argument_group("where to run it"))
     _add_files(parser.add_argument_group("files to write"))
@@ -211,6 +213,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     from attnlab.checker.finding import read_known
 
     command.check_share_flags(args)
+    for op in args.op or ():
+        field_type("op").check("op", op)
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
     if args.report is not None and (args.csrc or not (args.source or args.installed)):
@@ -234,7 +238,7 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
     _check_flags(args)
     backend = backend_of(**_library(args))
-    if args.source is not None and args.library == "vllm":
+    if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
 
         notice_rules(find_source(args.source))

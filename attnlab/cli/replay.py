@@ -40,7 +40,7 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
         metavar="CALL",
         help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
     )
-    flag(call, "--map FIELD=KEY,…", "the key of each field in a dict of tensors")
+    command.add_map_flag(call, has_call=True)
     flag(call, "--op OP", "the op that describes the call")
     flag(
         call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"
@@ -88,7 +88,7 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
 
     from attnlab.recorder.dumps import parse_names, read_call
 
-    names = None if args.map is None else parse_names(args.map)
+    names = None if args.map is None else parse_names(",".join(args.map))
     return read_call(args.call, names, op=args.op), case, given
 
 

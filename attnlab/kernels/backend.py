@@ -189,6 +189,16 @@ class Backend(ABC):
         return ()
 
     @property
+    def op_source(self) -> Source | None:
+        """Return the source whose Triton ops run, None for others; raise InvalidCase or Unavailable."""
+        return None
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Return whether Triton's interpreter runs the ops of a source, so that it shows their launches."""
+        return self.op_source is not None and self.device == "cpu"
+
+    @property
     def release(self) -> str:
         """Return the vLLM release whose rules the kernels follow."""
         return RELEASES[-1]

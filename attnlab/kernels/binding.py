@@ -23,6 +23,7 @@ from attnlab.library.op import names_in
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash
+from attnlab.tensors.case_visibility import mask_of
 
 Arguments = dict[str, Any]
 _MOST_COPIED = 1 << 28  # elements before the lowest block of the block table
@@ -124,36 +125,71 @@ def _right(call: KernelCall) -> int:
     return 0 if call.causal is True or call.window_right is None else call.window_right
 
 
-def _token_slots(call: KernelCall) -> torch.Tensor:
-    """Return the slots of all tokens, sequence after sequence, [sum of seq_lens] int32."""
-    size = call.block_size
-    rows = zip(call.block_table.long(), call.seq_lens.tolist(), strict=True)
-    slots = [
-        (row[:, None] * size + torch.arange(size, device=row.device)).flatten()[:seq_len]
-        for row, seq_len in rows
-    ]
-    return torch.cat([*slots, call.block_table.new_zeros(0)]).int()
+def _window_starts(call: KernelCall) -> torch.Tensor:
+    """Return the position of the first key that the first new token of each sequence sees, [num_seqs] int32.
+
+    It is 0 without a window. The keys before it are in no list of slots, as in SGLang.
+    """
+    if not call.sliding_window:
+        return torch.zeros_like(call.seq_lens).int()
+    return (_context_lens(call) - call.sliding_window + 1).clamp(min=0).int()
+
+
+def _context_lens(call: KernelCall) -> torch.Tensor:
+    """Return the number of tokens before the new ones, [num_seqs] int32."""
+    return (call.seq_lens - call.query_lens).int()
+
+
+def _slots_of(
+    call: KernelCall, ends: torch.Tensor, firsts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the slots of the positions from ``firsts`` (window_starts) to ``ends``, sequence after sequence,
+    [n] int64."""
+    size, slots = call.block_size, [call.block_table.new_zeros(0)]
+    firsts = _window_starts(call) if firsts is None else firsts
+    for row, first, end in zip(call.block_table, firsts, ends, strict=True):
+        every = row[:, None] * size + torch.arange(size, device=row.device)
+        slots.append(every.flatten()[first:end])
+    return torch.cat(slots).long()
 
 
 def _flat(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of all tokens, sequence after sequence, each [num_kv_heads, tokens, size].
 
-    A block of zeros follows, as in LMDeploy (lmdeploy/pytorch/backends/cuda/attention/default.py).
+    A block of zeros follows, as in LMDeploy (lmdeploy/pytorch/backends/cuda/attention/default.py, 0.18.0).
     """
-    size, slots = call.block_size, [call.block_table.new_zeros(0)]
-    for row, seq_len in zip(call.block_table, call.seq_lens.tolist(), strict=True):
-        slots.append((row[:, None] * size + torch.arange(size, device=row.device)).flatten()[:seq_len])
-    at = torch.cat(slots).long()
+    slots = _slots_of(call, call.seq_lens, torch.zeros_like(call.seq_lens))
+    pad = (0, 0, 0, call.block_size)
     key, value = (
-        torch.nn.functional.pad(one.flatten(0, 1)[at].transpose(0, 1), (0, 0, 0, size)).contiguous()
+        torch.nn.functional.pad(one.flatten(0, 1)[slots].transpose(0, 1), pad).contiguous()
         for one in _flash(call, target)
     )
     return key, value
 
 
-def _starts(call: KernelCall) -> torch.Tensor:
-    """Return the sums of the lengths before each sequence, [num_seqs + 1] int32."""
-    return torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
+def _starts_of(call: KernelCall, ends: torch.Tensor) -> torch.Tensor:
+    """Return where the slots of each sequence begin, [num_seqs + 1] int32."""
+    return _sums(ends - _window_starts(call)).int()
+
+
+def _sums(lens: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the lengths before each sequence, [num_seqs + 1]."""
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+
+
+def _seen(call: KernelCall, firsts: torch.Tensor) -> torch.Tensor:
+    """Return which keys from a position on each new token sees, but for the window, [n] uint8.
+
+    ``firsts``: that position for each sequence. The tokens follow each other, each with all keys of its
+    sequence from there on.
+    """
+    found = [call.query.new_zeros(0, dtype=torch.uint8)]
+    lens = zip(_context_lens(call).tolist(), call.seq_lens.tolist(), firsts.tolist(), strict=True)
+    for seq, (ctx_len, seq_len, first) in enumerate(lens):
+        rows = torch.arange(ctx_len, seq_len, device=call.query.device)
+        seen = mask_of(call, seq, sliding_window=0).visible(rows, first)
+        found.append(seen.flatten().to(torch.uint8))
+    return torch.cat(found)
 
 
 # What an expression of a record can name, in addition to the fields of a KernelCall.
@@ -185,11 +221,19 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "rswa_window": lambda call, target: call.sliding_window,
     # The cache as [num_blocks, block_size, num_kv_heads, size], and lists of the slots of each sequence.
     "flash_cache": _flash,
-    "flat_cache": _flat,
-    "flat_starts": lambda call, target: torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int(),
+    "flat_cache": _flat,  # flat_keys and flat_values, whose sequences begin at flat_starts
+    "flat_starts": lambda call, target: _sums(call.seq_lens).int(),
     "slot_mapping": lambda call, target: _slots(call),
-    "token_slots": lambda call, target: _token_slots(call),
-    "token_starts": lambda call, target: _starts(call),
+    # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
+    "context_lens": lambda call, target: _context_lens(call),
+    "window_starts": lambda call, target: _window_starts(call),
+    "token_slots": lambda call, target: _slots_of(call, call.seq_lens),
+    "token_starts": lambda call, target: _starts_of(call, call.seq_lens),
+    "context_slots": lambda call, target: _slots_of(call, _context_lens(call)),
+    "context_starts": lambda call, target: _starts_of(call, _context_lens(call)),
+    "all_slots": lambda call, target: torch.nn.functional.pad(
+        slot_mapping(call), (0, call.padding), value=-1
+    ),
     # Attention over the cache, and over the new tokens.
     "partials": _partials,
     # Functions.
@@ -200,9 +244,18 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
         lambda values: torch.tensor(values, dtype=torch.int32, device=call.query.device)
     ),
     "nan_like": lambda call, target: lambda tensor: torch.full_like(tensor, float("nan")),
+    "seen": lambda call, target: lambda firsts: _seen(call, firsts),
+    "sums": lambda call, target: _sums,
     "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
     "written_cache": lambda call, target: written_cache,
 }
+
+
+def known_names() -> frozenset[str]:
+    """Return the names that an expression of a record can use."""
+    own = (name for name in dir(KernelCall) if not name.startswith("_"))
+    caches = ("flash_key_cache", "flash_value_cache")
+    return frozenset((*_VALUES, *_BUILTINS, *own, *caches))
 
 
 _BUILTINS: Mapping[str, Any] = {one.__name__: one for one in (int, float, bool, len, max, min)}

@@ -12,7 +12,9 @@ FlashAttention and FlashInfer (:mod:`attnlab.kernels.by_name`), and returns the 
 ``output``. It stands for unified_attention unless it declares an op.
 
 What is named may also be an op's record (:class:`attnlab.library.op.Op`), which states how the op is called,
-what it requires and what it can. "library:NAME" names all records of a library of attnlab's.
+what it requires and what it can. "library:NAME" names all records of a library of attnlab's. A name followed
+by "(their_name=expression, …)" is an op without a record: its arguments are bound by their names, as the
+records bind them, or by these expressions (:func:`attnlab.kernels.by_name.record_of`).
 
 A function raises NotImplementedError for a call that it does not support. What it returns is ignored:
 
@@ -25,6 +27,7 @@ An exception of the function, sys.exit and os._exit are failures of the kernel.
 """
 
 import builtins
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -33,7 +36,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -53,14 +56,21 @@ from attnlab.case.errors import (
     Unavailable,
     Unsupported,
 )
-from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file, library_of, refuse
+from attnlab.case.fields import (
+    ENTRY_POINT,
+    MODULE_FUNCTION,
+    check_plugin_file,
+    library_of,
+    package_of_backend,
+    split_mapping,
+)
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, TRITON_OPS
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
-from attnlab.kernels.by_name import ByName
+from attnlab.kernels.by_name import ByName, record_of
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
     VARIABLE,
@@ -71,9 +81,9 @@ from attnlab.kernels.triton.interpreter import (
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
-from attnlab.kernels.vllm.loader import Loader, package_stubs
+from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
 from attnlab.kernels.vllm.source import Source, find_source
-from attnlab.library.op import Op, libraries, ops_of, package_of
+from attnlab.library.op import Op, ops_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import strided
 
@@ -186,10 +196,11 @@ _LOADED: dict[tuple[str, str | None, int], Kernel] = {}
 class PluginBackend(Backend):
     """A user's function.
 
-    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an entry point, or
-    "library:NAME"; ``function``: what it names, None to load it. ``stands_for``: the op, None for what the
-    function declares. ``path``: the source of a library, None for the installed package. Raises InvalidCase
-    if ``spec`` cannot be resolved or the function does not declare a known op.
+    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", either with "(their_name=expression, …)", or
+    "plugin:NAME" for an entry point, or "library:NAME"; ``function``: what it names, None to load it.
+    ``stands_for``: the op, None for what the function declares. ``path``: the source of a library, None for
+    the installed package. Raises InvalidCase if ``spec`` cannot be resolved or the function does not declare
+    a known op.
     """
 
     spec: str
@@ -223,13 +234,31 @@ class PluginBackend(Backend):
     @cached_property
     def records(self) -> tuple[Op, ...]:
         """Return the records that the spec names; none for a function."""
-        library = library_of(self.spec)
-        if library is not None:
-            if library not in libraries():
-                refuse("library", f"one of {', '.join(libraries())}", library)
-            return tuple(op for op in ops_of(library) if op.is_triton)
+        package = package_of_backend(self.spec)
+        if library_of(self.spec) is not None and package is not None:
+            return tuple(op for op in ops_of(package.name) if op.is_triton)
+        name, mapping = split_mapping(self.spec)
+        if mapping is not None:
+            return (self._unknown(name, mapping),)
         found = load_kernel(self.spec) if self.function is None else self.function
         return (found,) if isinstance(found, Op) else ()
+
+    def _unknown(self, name: str, mapping: Mapping[str, str]) -> Op:
+        """Return a record of an op that has none."""
+        where, _, function = name.rpartition(":")
+        module = where if self.source is None else where.rpartition(".")[2]
+        module = Path(where).stem if where.endswith(".py") else module
+        package = module if self.source is None else self.source.package.name
+        made = Op(
+            name=f"{module.rpartition('.')[2]}.{function}",
+            summary=f"{name}, whose arguments are bound by their names",
+            library=package.partition(".")[0],
+            module=module,
+            python_name=function,
+            new_tokens_from="cache",
+            cache_layout="flash",
+        )
+        return record_of(self._function(made), made, mapping)
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -241,12 +270,18 @@ class PluginBackend(Backend):
     @cached_property
     def source(self) -> Source | None:
         """Return the source of a library; None for records of modules that Python can import."""
-        library = library_of(self.spec)
-        return None if library is None else find_source(self.path, package_of(library))
+        package = package_of_backend(self.spec)
+        is_known = library_of(self.spec) is not None or self.path is not None
+        return find_source(self.path, package) if package is not None and is_known else None
+
+    @property
+    def op_source(self) -> Source | None:
+        return self.source
 
     def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
         """Return the function of an op's record, as its package is on a platform."""
-        beside = Path(self.spec).parent / f"{op.module}.py"  # of the file that has the record
+        file = split_mapping(self.spec)[0].rpartition(":")[0]
+        beside = Path(file).parent / f"{op.module}.py"  # of the file that has the record
         if self.source is None and beside.is_file():
             return load_kernel(f"{beside}:{op.function}")
         if self.source is None:
@@ -309,11 +344,13 @@ class PluginBackend(Backend):
 
     @property
     def masks(self) -> tuple[str, ...]:
+        if self.records:
+            return tuple(dict.fromkeys((CAUSAL, *(m for op in self.records for m in op.masks))))
         return tuple(getattr(self.kernel, "masks", (CAUSAL,)))
 
     @property
     def large_caches(self) -> bool:
-        return bool(getattr(self.kernel, "large_caches", False))
+        return self.source is not None or bool(getattr(self.kernel, "large_caches", False))
 
     @property
     def blind_spots(self) -> tuple[str, ...]:
@@ -334,8 +371,10 @@ class PluginBackend(Backend):
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
         before = None if call.spec.writes_cache else call.buffer.clone()
+        is_simulated = self.source is not None and not torch.cuda.is_available()
+        on_cpu = OnCpu() if is_simulated else contextlib.nullcontext()
         try:
-            with launching(plan), interpreting(), contained():
+            with launching(plan), interpreting(), contained(), on_cpu:
                 returned = self._call(call, target, plan)
         except AttnLabError:
             raise
@@ -390,9 +429,8 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 def _of_source(
     source: Source, platform: Platform, module: str, function: str
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported; on a CPU it gets the lab's Triton."""
-    triton = None if torch.cuda.is_available() else interpreted_triton()
-    stubs = package_stubs(source.package, platform, triton)
+    """Return a function of a package that is not imported, with the lab's Triton."""
+    stubs = package_stubs(source.package, platform, interpreted_triton())
     found = getattr(Loader(source, stubs).load(module), function, None)
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")

@@ -117,13 +117,13 @@ def tree_bias(case: Case) -> torch.Tensor:
     """Return the bias of a row for the key of a new token, [n, n] float32; n is the largest query_len.
 
     With given parents it is 0 for a token and its ancestors, -inf for others. Else it is drawn from the seed,
-    and -inf for some tokens before the row.
+    and -inf for some tokens before the row; 0 in place of the drawn numbers for an op that adds no bias.
     """
     size = max(case.lengths.query_lens)
     if case.tree_parents is not None:
         return _branches(case.tree_parents[:size])
     generator = torch.Generator().manual_seed(case.seed + 6)
-    bias = torch.randn(size, size, generator=generator)
+    bias = torch.randn(size, size, generator=generator) * case.spec.adds_bias
     away = torch.arange(size)[:, None] - torch.arange(size)
     return bias.masked_fill((away > 0) & (away % 3 == 1), -torch.inf)
 

@@ -113,7 +113,8 @@ def _reached(
         found[file, name] = (file, module, node)
         for used in _names(node):
             where, original = module.imports.get(used, (file.stem, used))
-            if (other := file.with_name(f"{where}.py")).is_file():
+            other = (source.root if "/" in where else file.parent) / f"{where}.py"
+            if other.is_file():
                 waiting.append((other, original))
     return list(found.values())
 
@@ -127,8 +128,10 @@ def file_kernels(file: Path) -> list[Function]:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """The functions of a module, what it imports from modules of its folder as (module, name), and its
-    lines."""
+    """The functions of a module, what it imports from modules of ops as (module, name), and its lines.
+
+    A module is a file of the same folder, or has a path in the source, both without ".py".
+    """
 
     functions: dict[str, ast.FunctionDef]
     imports: dict[str, tuple[str, str]]
@@ -151,9 +154,10 @@ def _imports(nodes: Iterable[ast.ImportFrom]) -> Iterator[tuple[str, tuple[str, 
     packages = (package_of(name) for name in libraries())
     folders = {folder.replace("/", ".") for one in packages for folder in one.folders}
     for node in nodes:
-        package, _, leaf = (node.module or "").rpartition(".")
-        if node.level == 1 or package in folders:
-            yield from ((one.asname or one.name, (leaf, one.name)) for one in node.names)
+        where = node.module or ""
+        if node.level == 1 or where.rpartition(".")[0] in folders:
+            path = where if node.level else where.replace(".", "/")
+            yield from ((one.asname or one.name, (path, one.name)) for one in node.names)
 
 
 def _names(function: ast.FunctionDef) -> set[str]:
@@ -253,7 +257,8 @@ def names_inside(source: Source, op: str) -> frozenset[str]:
 
 
 def not_applicable(source: Source, op: str) -> list[str]:
-    """Return one line with the features that an op of a vLLM lacks, of those that it has in some release."""
+    """Return a line with the features that an op lacks, of those that it has in some release, and a line for
+    each that its record leaves out."""
     if not has_op(source, op):
         return [f"{op}: not applicable: {source.text()} has no function {OPS[op].function}"]
     found: dict[str, list[str]] = {}
@@ -261,7 +266,8 @@ def not_applicable(source: Source, op: str) -> list[str]:
         if lack := lacks(source, op, field, value):
             found.setdefault(lack, []).append(value or field)
     texts = [f"{', '.join(names)} ({lack})" for lack, names in found.items()]
-    return [f"{op}: not applicable: {'; '.join(texts)}"] if texts else []
+    left_out = [f"{op}: left out: {what}: {why}" for what, why in OPS[op].left_out.items()]
+    return [*([f"{op}: not applicable: {'; '.join(texts)}"] if texts else []), *left_out]
 
 
 def features_of(op: Op) -> Iterator[tuple[str, str]]:
@@ -269,7 +275,7 @@ def features_of(op: Op) -> Iterator[tuple[str, str]]:
     for field, names in _FIELDS.items():
         if field != "output_scale" and op.parameters(*names):
             yield field, ""
-    yield from (("mask", name) for name, mask in MASKS.items() if op.name in mask.ops)
+    yield from (("mask", name) for name, mask in MASKS.items() if mask.is_of(op.name))
     yield from (
         ("op_argument", name) for name, one in OP_ARGUMENTS.items() if op.name in one.requires
     )
@@ -292,7 +298,7 @@ def _needs(op: str, field: str, value: Any) -> Needs | None:
         return OP_ARGUMENTS[value].requires.get(op)
     if field == "mask":
         mask = MASKS[value]
-        if op in mask.ops:
+        if mask.is_of(op):
             return Needs(own=record.parameters(*mask.states), inside=mask.inside)
         return None if record.writes_cache else _ABSENT
     if not record.scores and field in _PREPARED:

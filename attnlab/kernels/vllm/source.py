@@ -42,18 +42,26 @@ _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.
 _VERSION_FILES = (
     ("PKG-INFO", _VERSION),
     ("METADATA", _VERSION),
-    ("vllm/_version.py", _FILE_VERSION),
+    ("{name}/_version.py", _FILE_VERSION),
+    ("{name}/version.py", _FILE_VERSION),
 )
 
 
 @cache
 def _kept(package: Package) -> re.Pattern[str]:
-    """Return which files of an archive are unpacked: modules of ops, further files, and its metadata."""
-    name, folders = package.name, "|".join(package.folders)
-    further = rf"|{name}-[^/]*/({package.further})" if package.further else ""
+    """Return which files of an archive are unpacked: modules of ops, further files, and its metadata.
+
+    Of a package without a record, all modules and JSON files.
+    """
+    names = "|".join(name.replace("-", "[-_]") for name in {package.name, *package.distributions})
+    top, folders = rf"(?:{names})-[^/]*/", "|".join(package.folders)
+    further = rf"|{top}({package.further})" if package.further else ""
+    files = rf"(?:{folders})/\w+\.py"
+    if package.is_whole:
+        top, files, further = r"[^/]*-[^/]*/", rf"{package.name}/.*\.(?:py|json)", ""
     return re.compile(
-        rf"(?:{name}-[^/]*/)?((?:{folders})/\w+\.py)|{name}-[^/]*/(PKG-INFO){further}"
-        rf"|{name}[\w.+]*-[^/]*\.dist-info/(METADATA)"
+        rf"(?:{top})?({files})|{top}(PKG-INFO){further}"
+        rf"|(?:{names})[\w.+]*-[^/]*\.dist-info/(METADATA)"
     )
 
 
@@ -212,7 +220,8 @@ def _checkout(path: Path, package: Package) -> Source:
     root = path.parent if path.name == name and not (path / name).is_dir() else path
     version = "unknown"
     for file, pattern in _VERSION_FILES:
-        if (root / file).is_file() and (match := pattern.search((root / file).read_text())):
+        path_of_version = root / file.format(name=name)
+        if path_of_version.is_file() and (match := pattern.search(path_of_version.read_text())):
             version = match[1]
     source = Source(
         kind="checkout", path=path, root=root.absolute(), version=version, package=package
@@ -224,7 +233,8 @@ def _checkout(path: Path, package: Package) -> Source:
 
 def _no_ops(path: Path, package: Package) -> str:
     folders = ", ".join(package.folders)
-    return f"source must be a {package.title}: {path} contains none of {folders}"
+    title = f"{'the package' if package.is_whole else 'a'} {package.title}"
+    return f"source must be {title}: {path} contains none of {folders}"
 
 
 def _archive(path: Path, package: Package) -> Source:
@@ -264,7 +274,7 @@ def unpack(
         found, files, size = False, 0, 0
         for name, data in members:
             files, size = files + 1, size + len(data)
-            if files > _MOST_FILES or size > _MOST_BYTES:
+            if (files > _MOST_FILES and not package.is_whole) or size > _MOST_BYTES:
                 raise InvalidCase(_too_large(path, package), field="source")
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(data)
