@@ -585,6 +585,7 @@ def _make_case(
 ) -> Case:
     """Return the Case of some changed fields; raise InvalidCase if they do not fit."""
     _check_supported(backend, op, changes)
+    _check_sizes(op, {**DEFAULTS, **changes})
     fields: dict[str, Any] = {
         "op": op,
         "backend": backend.name,
@@ -593,6 +594,7 @@ def _make_case(
         "seed": seed,
         **DEFAULTS,
         **changes,
+        **_poison(op),
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
@@ -603,8 +605,6 @@ def _make_case(
         fields["query_lens"] = tuple(min(n, _MOST_ROWS) for n in fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    if OPS[op].contract.get("reads_tail", "nothing") != "nothing":
-        fields["empty_slots"] = "garbage"  # NaN is the caller's fault
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
     if not backend.has_splits(op):
@@ -618,6 +618,21 @@ def _make_case(
     if isinstance(backend, VllmBackend) and backend.device == "cuda":
         check_fp8_format(case)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
+
+
+def _check_sizes(op: str, fields: Mapping[str, Any]) -> None:
+    """Raise InvalidCase for a size that the op's contract excludes."""
+    for name in ("block_size", "head_size"):
+        allowed = OPS[op].contract.get(f"{name}s")
+        if allowed and fields[name] not in allowed:
+            text = f"{name} must be one of {', '.join(map(str, allowed))} with {op}"
+            raise InvalidCase(f"{text}, got {fields[name]}", field=name)
+
+
+def _poison(op: str) -> dict[str, Any]:
+    """Return what empty slots hold if NaN after a sequence's end would be the caller's fault."""
+    reads_tail = OPS[op].contract.get("reads_tail", "nothing") != "nothing"
+    return {"empty_slots": "garbage"} if reads_tail else {}
 
 
 def _short_rows(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -647,10 +662,6 @@ def longest_split(backend: Backend) -> int:
 
 def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> None:
     """Raise InvalidCase for changes that the backend or the op does not support."""
-    for field in ("block_size", "head_size", "dtype"):
-        allowed = OPS[op].contract.get(f"{field}s")
-        if allowed and {**DEFAULTS, **changes}.get(field, "float16") not in allowed:
-            raise InvalidCase(f"the op's contract excludes the {field}")
     has_sinks_and_alibi = changes.get("sinks") and changes.get("alibi")
     if changes.get("mask", CAUSAL) not in backend.masks:
         raise InvalidCase("the backend does not support the mask")
