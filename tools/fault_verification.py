@@ -57,14 +57,15 @@ _LENGTHS = (
 )
 
 
-def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
+def fresh_cases(case: Case, only_decodes: bool = False, *, is_small: bool = True) -> Iterator[Case]:
     """Yield cases with other lengths, scales and numbers, with the features of a case.
 
     The last has the lengths of the case, and other numbers: no other length may show its fault.
 
     ``only_decodes``: every sequence has one new token, for statements that are about decodes alone.
+    ``is_small``: no cache begins with unused blocks.
     """
-    case = case.replace(first_block=0, num_blocks=None) if case.first_block else case
+    case = case.replace(first_block=0, num_blocks=None) if is_small and case.first_block else case
     own = (case.lengths.query_lens, case.lengths.ctx_lens)
     for seed, (query_lens, ctx_lens) in enumerate((*_LENGTHS, own), 911):
         has_prefill = case.spec.prefill and not only_decodes
@@ -442,7 +443,7 @@ def _side_outputs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
 def _accesses(lab: Lab, backend: Backend, case: Case, lines: set[str]) -> bool:
     """Return whether the source lines of bad accesses are the same wherever a fresh output is wrong."""
     decisive = 0
-    for fresh in fresh_cases(case):
+    for fresh in fresh_cases(case, is_small=False):
         try:
             run = run_case(lab, backend, fresh)
         except AttnLabError:

@@ -265,11 +265,12 @@ def _limits(
     tasks: Sequence[Task], outcomes: Outcomes, ops: Sequence[str], reads: Mapping[str, Any]
 ) -> list[str]:
     """Return the limits that kernels state, each once, and the ops whose reads were not traced."""
-    found = []
+    found = list[str]()
     for op in ops:
         texts = [v["unsupported"] for v, of in _verdicts(tasks, outcomes) if of == op]
         found += [f"{op}: {text}" for text in dict.fromkeys(texts) if text]
-        found += [] if op in reads else [f"{op}: {_READS}"]
+        has_tasks = any(_op(task) == op for task in tasks)
+        found += [f"{op}: {_READS}"] if has_tasks and op not in reads else []
     return found
 
 

@@ -71,22 +71,24 @@ _FOREIGN = (SlotState.OTHER_SEQUENCE, SlotState.OTHER_POSITION, SlotState.NEVER_
 def with_accesses(lab: Lab, case: Case, diagnosis: Diagnosis, run: Run) -> Diagnosis:
     """Return the diagnosis with wrong accesses that further cases confirm, if nothing else explains it.
 
-    ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
+    They say why an output is wrong, and a pattern only where. ``lab`` has its tensors on the CPU; ``run``
+    runs the kernels.
     """
-    if diagnosis.status != "unexplained" or not diagnosis.wrong_rows:
+    is_open = diagnosis.status == "unexplained" or diagnosis.claim is not None
+    if not is_open or not diagnosis.wrong_rows:
         return diagnosis
     first = access_facts(lab, case, run)
     if not first.places:
         return diagnosis
     found = [first]
-    for other in (*further_cases(case), *few_sequences(case)):
+    for other in (*further_cases(case), *few_sequences(case, fewer_kernels=True)):
         found.append(access_facts(lab, other, run))
         if bool(found[-1].is_wrong.any()) and claim_of_facts(found) is None:
             return diagnosis
     claim = claim_of_facts(found)
     if claim is None:
         return diagnosis
-    return dataclasses.replace(diagnosis, status="described", accesses=claim)
+    return dataclasses.replace(diagnosis, status="described", claim=None, accesses=claim)
 
 
 def claim_of_facts(found: Sequence[AccessFacts]) -> AccessClaim | None:

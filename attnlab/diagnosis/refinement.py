@@ -33,6 +33,7 @@ from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
     edge_case,
+    few_sequences,
     find_dependence,
     find_slot_kinds,
     further_cases,
@@ -219,7 +220,7 @@ def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> P
     A claim from decodes alone is confirmed on decodes, and says so.
     """
     claim, cases = claim_of_examination(first, case), 0
-    for other in further_cases(case):
+    for other in (*further_cases(case), *few_sequences(case)):
         if claim is None or not claim.is_rule:
             return None
         if claim.only_decodes and max(other.lengths.query_lens) > 1:

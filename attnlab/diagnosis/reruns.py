@@ -80,15 +80,15 @@ def further_cases(case: Case) -> Iterator[Case]:
             yield other
 
 
-def few_sequences(case: Case) -> Iterator[Case]:
-    """Yield cases with one or two sequences, decodes alone among them, for statements about accesses.
+def few_sequences(case: Case, *, fewer_kernels: bool = False) -> Iterator[Case]:
+    """Yield cases with one to three sequences, decodes alone among them.
 
-    They may need fewer kernels.
+    ``fewer_kernels``: also those that need fewer of the kernels.
     """
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     for seed, pairs in enumerate(_FEW, 31):
         chosen = [(1, ctx + query - 1) for query, ctx in pairs] if only_decodes else pairs
-        other = _longer_case(case, chosen, seed, fewer_kernels=True)
+        other = _longer_case(case, chosen, seed, fewer_kernels=fewer_kernels)
         if other is not None:
             yield other
 

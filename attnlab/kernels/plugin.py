@@ -290,7 +290,9 @@ class PluginBackend(Backend):
 
     @property
     def file(self) -> str | None:
-        """Return the file that defines the function, or None if it has none."""
+        """Return the file that defines the function, or None if it has none, or is an op of a source."""
+        if self.source is not None:
+            return None
         kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
         code = getattr(inspect.unwrap(kernel), "__code__", None)
         return None if code is None else str(code.co_filename)
@@ -308,13 +310,16 @@ class PluginBackend(Backend):
 
     @property
     def fixed_fields(self) -> tuple[str, ...]:
-        return self.kernel.fixed_fields if isinstance(self.kernel, ByName) else ()
+        kernel = None if self.records else self.kernel
+        return kernel.fixed_fields if isinstance(kernel, ByName) else ()
 
     @property
     def declares_op(self) -> bool:
         """Return whether the function says which op it stands for."""
+        if self.records or self.stands_for is not None:
+            return True
         kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
-        return bool(self.records) or self.stands_for is not None or hasattr(kernel, "op")
+        return hasattr(kernel, "op")
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -340,17 +345,22 @@ class PluginBackend(Backend):
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
-        return tuple(getattr(self.kernel, "kv_cache_dtypes", KV_CACHE_DTYPES))
+        return tuple(self._declared("kv_cache_dtypes", KV_CACHE_DTYPES))
 
     @property
     def masks(self) -> tuple[str, ...]:
-        if self.records:
-            return tuple(dict.fromkeys((CAUSAL, *(m for op in self.records for m in op.masks))))
-        return tuple(getattr(self.kernel, "masks", (CAUSAL,)))
+        return (
+            CAUSAL,
+            *(one for one in self._declared("masks", _masks(self.records)) if one != CAUSAL),
+        )
 
     @property
     def large_caches(self) -> bool:
-        return self.source is not None or bool(getattr(self.kernel, "large_caches", False))
+        return self.source is not None or bool(self._declared("large_caches", False))
+
+    def _declared(self, name: str, default: Any) -> Any:
+        """Return what the function declares; of records the default, for each states its own."""
+        return default if self.records else getattr(self.kernel, name, default)
 
     @property
     def blind_spots(self) -> tuple[str, ...]:
@@ -387,7 +397,9 @@ class PluginBackend(Backend):
                 raise Unavailable(
                     f"{self.name} launches a Triton kernel, which {NO_INTERPRETER}"
                 ) from error
-            raise KernelFailed(text_of(error, self.file)) from error
+            source = self.source
+            file = self.file if source is None else str(source.op_file(call.spec.module))
+            raise KernelFailed(text_of(error, file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):
             raise KernelFailed(
                 f"{self.name} returned a tensor and wrote nothing; it must write its result to "
@@ -407,6 +419,11 @@ class PluginBackend(Backend):
         finish(call, target, arguments, returned)
         plan.observed.lse = lse_of(call, target, arguments, returned)
         return None
+
+
+def _masks(records: Sequence[Op]) -> tuple[str, ...]:
+    """Return the masks that any of the records has."""
+    return tuple(dict.fromkeys(mask for op in records for mask in op.masks))
 
 
 def _is_result(returned: Any, call: KernelCall) -> bool:

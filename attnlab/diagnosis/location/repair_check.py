@@ -45,7 +45,8 @@ _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms
 # (query_len, ctx_len). In the third, rows from 36 on have a window of 5 that begins after a tile of 16 or 32,
 # which other rows of their block read: a tile in which some rows see no key.
 _VARIED_LENGTHS: tuple[tuple[int, int], ...] = ((3, 37), (1, 66), (41, 0), (1, 20))
-# Of the longest sequence of a Case, which varied cases have, too: more than a tile of any kernel.
+# Of the longest sequence of a Case, which varied cases have, too: more than a tile of any kernel. Of an op
+# without context every varied case has one, in which some rows see no key of the first tile.
 _MOST_NEW, _MOST_CONTEXT = 140, 300
 _FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.37, "v_scale": 0.59}
 _NO_FP8 = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
@@ -181,7 +182,7 @@ def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator
     if max(case.lengths.query_lens, default=0) == 1:
         pairs = tuple((1, query + ctx - 1) for query, ctx in pairs)
     if not case.spec.context:
-        pairs = tuple((query + ctx, 0) for query, ctx in pairs)
+        pairs = (*((query + ctx, 0) for query, ctx in pairs), (_MOST_NEW, 0))
     sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len", "kv_head_range")
     small = {
         **dict.fromkeys((*sizes, *DATA_OF_LENGTHS)),
