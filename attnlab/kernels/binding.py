@@ -54,7 +54,7 @@ def new_empty_is_scratch() -> Iterator[None]:
         made = original(tensor, *size, **options)
         return made.fill_(_NUMBER.get()) if made.is_floating_point() else made
 
-    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+    torch.Tensor.new_empty = new_empty  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

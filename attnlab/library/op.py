@@ -102,6 +102,7 @@ class Op:
     - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
       before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
     - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
@@ -139,6 +140,7 @@ class Op:
     strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    frees_blocks: bool = True
     min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False

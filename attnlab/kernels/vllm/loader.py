@@ -466,7 +466,7 @@ class _Current:
             minor=self._capability[1],
             gcnArchName=self._platform.name,
             warp_size=64 if self.is_rocm() and not self._is_rdna else 32,
-            multi_processor_count=1 if self.is_rocm() else 16,
+            multi_processor_count=16,
         )
 
     @property

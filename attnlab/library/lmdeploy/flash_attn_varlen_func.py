@@ -17,11 +17,17 @@ OP = Op(
         "window_size": "window_left",
     },
     result="returned",
+    left_out={
+        "block_sparse_size": "rows that see whole blocks, as of a diffusion model",
+        "flatten_kv_cache": "the copy of a paged cache to these keys and values is not checked",
+    },
+    masks=("bidirectional",),
     neutral={"max_seqlen_k": UNREAD},
     contract={"softcap": "any", "sinks": "any", "default_scale": "head_size"},
     new_tokens_from="cache",
     cache_layout="flash",
     kv_cache_dtypes=("auto",),
+    frees_blocks=False,  # window_block_manager.py removes them from the table, and their tokens from seq_lens
     min_window=2,  # window_size 0, which would show the token itself alone, means no window
     sinks_with_alibi=True,
 )

@@ -1,5 +1,6 @@
 """The op flash_attn_with_kvcache of pagedattention.py: decodes, split into parts that are merged."""
 
+from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED
 from attnlab.library.op import Op, same
 
 OP = Op(
@@ -13,11 +14,14 @@ OP = Op(
         **{"cache_seqlens": "seq_lens", "page_table": "block_table", "softmax_scale": "sm_scale"},
         **same("alibi_slopes sinks softcap"),
         "window_size": "window_left",
-        "quant_policy": "(17 if kv_cache_dtype == 'fp8_e5m2' else 16) if is_fp8 else 0",
-        "k_scales_zeros": "one(k_scale) if is_fp8 else None",
-        "v_scales_zeros": "one(v_scale) if is_fp8 else None",
+        **QUANTISED,
     },
     result="returned",
+    left_out={
+        **LEFT_OUT,
+        "several query tokens per sequence": "they see each other, as blocks of a diffusion model do",
+        "kv_layout bhsd, and one tensor of keys and values": "LMDeploy's other backends pass them",
+    },
     # Blocks are the tiles of the kernel, which must have a power of two of slots.
     contract={
         **{"softcap": "any", "sinks": "any", "serves": "decode", "default_scale": "head_size"},
@@ -25,6 +29,7 @@ OP = Op(
     },
     new_tokens_from="cache",
     cache_layout="flash",
+    frees_blocks=False,  # window_block_manager.py removes them from the table, and their tokens from seq_lens
     min_window=2,  # window_size 0, which would show the token itself alone, means no window
     prefill=False,
     sinks_with_alibi=True,
