@@ -111,8 +111,7 @@ def add_conditions(group: Any) -> None:
     flag(
         group,
         "--platform PLATFORM",
-        "the platform that is modelled (default: %(default)s)",
-        default="sm_90",
+        "the platform that is modelled (default: sm_90, or the first one that the ops have)",
     )
     flag(
         group,
@@ -238,6 +237,7 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
     _check_flags(args)
     backend = backend_of(**_library(args))
+    command.notice_binding(backend)
     if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
 

@@ -19,7 +19,7 @@ from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse, suggestion
 from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES, UNIFIED, Op
 from attnlab.kernels.binding import known_names
-from attnlab.library.op import libraries, names_in, ops_of
+from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
 from attnlab.tensors.call import KernelCall
 
@@ -307,7 +307,7 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     where = {name: getattr(made, name) for name in ("name", "summary", "library", "module")}
     where |= {"python_name": made.python_name, "backends": made.backends, "arguments": arguments}
     if _likeness(ranked[0], parameters) >= _LIKE:
-        like = f"{ranked[0].library}'s {ranked[0].name}"
+        like = f"{package_of(ranked[0].library).title}'s {ranked[0].name}"
         where["summary"] = f"{made.summary} as those of {like}"
         where |= {"platforms": None, "releases": RELEASES, "strided": False, "hnd": False}
         return dataclasses.replace(ranked[0], **where)
