@@ -47,7 +47,7 @@ def scratch_full_of(number: float) -> Iterator[None]:
 
 @contextmanager
 def new_empty_is_scratch() -> Iterator[None]:
-    """Let ``Tensor.new_empty`` return scratch memory inside the block, for buffers that an op makes itself."""
+    """Let ``Tensor.new_empty`` return scratch memory inside the block, for buffers that an op makes."""
     original = torch.Tensor.new_empty
 
     def new_empty(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
