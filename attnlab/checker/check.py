@@ -15,7 +15,7 @@ from attnlab.case.fields import (
     package_of_backend,
     refuse,
 )
-from attnlab.case.ops import RELEASES
+from attnlab.case.ops import OPS, RELEASES
 from attnlab.library.op import libraries, package_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.task import Engine
 
+_PLATFORM = "sm_90"
 _CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
 _MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
 _SHORT_S = 10.0  # models that take less run in this process
@@ -40,7 +41,7 @@ def check(
     release: str = RELEASES[-1],
     device: str = "cpu",
     ops: Sequence[str] | None = None,
-    platform: str = "sm_90",
+    platform: str | None = None,
     cases: int | None = None,
     seconds: float | None = None,
     case_seconds: float | None = None,
@@ -64,6 +65,7 @@ def check(
       ``release``.
     - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
+    - ``platform``: what is modelled; None is sm_90, or the first one that the ops have.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
       given: after that time no other case starts, and ``not_run`` of the report has those that are left.
@@ -114,7 +116,7 @@ def check(
     plan = Plan(
         backend=backend,
         ops=tuple(chosen),
-        platform=platform,
+        platform=platform or _usual_platform(chosen),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
@@ -149,7 +151,7 @@ def release_plan(
     releases: "Sequence[Release]",
     *,
     ops: Sequence[str] | None = None,
-    platform: str = "sm_90",
+    platform: str | None = None,
     cases: int | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
@@ -173,12 +175,19 @@ def release_plan(
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),
-        platform=platform,
+        platform=platform or _usual_platform(known),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
         horizon=horizon,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
+
+
+def _usual_platform(ops: Sequence[str]) -> str:
+    """Return the platform that is modelled if none is given: sm_90, or the first one that the ops have."""
+    return (
+        _PLATFORM if any(not OPS[op].platforms for op in ops) else (OPS[ops[0]].platforms or ())[0]
     )
 
 
@@ -284,14 +293,15 @@ def _check_library(library: str, is_vllm: bool) -> None:
 
 def check_conditions(
     *,
-    platform: str,
+    platform: str | None,
     cases: int | None = None,
     seconds: float | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
 ) -> None:
     """Raise InvalidCase for a condition of :func:`check` that is not allowed, without importing torch."""
-    field_type("platform").check("platform", platform)
+    if platform is not None:
+        field_type("platform").check("platform", platform)
     if cases is not None:
         Int(1).check("cases", cases)
     for name, value in (("seconds", seconds), ("case_seconds", case_seconds)):

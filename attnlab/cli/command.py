@@ -21,8 +21,10 @@ from attnlab.case.fields import (
     names_file,
     package_of_backend,
     refuse,
+    split_mapping,
 )
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of, flag
+from attnlab.case.ops import OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
 from attnlab.case.shown import Shown, json_value
@@ -31,6 +33,7 @@ from attnlab.library.op import libraries
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from attnlab.kernels.backend import Backend
     from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
@@ -328,7 +331,9 @@ def case_of_flags(args: argparse.Namespace) -> Case:
             check_plugin_file(args.field_backend)
         from attnlab.kernels import find_backend
 
-        args.field_op = find_backend(args.field_backend, args.source).ops[0]
+        backend = find_backend(args.field_backend, getattr(args, "source", None))
+        notice_binding(backend)
+        args.field_op = backend.ops[0]
     return with_platform(args, case_of(args))[0]
 
 
@@ -447,6 +452,14 @@ def notice_rules(source: "Source") -> None:
     """Print one line if a release differs in a known way from the rules that are used for it."""
     if text := difference(source.version):
         notice(f"vLLM {source.version} is run with the rules of {source.rules}{text}")
+
+
+def notice_binding(backend: "Backend") -> None:
+    """Print how the arguments of an op without a record are bound."""
+    if split_mapping(backend.name)[1] is not None:
+        op = OPS[backend.ops[0]]
+        bound = ", ".join(f"{name}={text}" for name, text in op.arguments.items())
+        notice(f"{op.summary}: {bound}")
 
 
 def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":

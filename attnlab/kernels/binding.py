@@ -158,6 +158,13 @@ def _seen(call: KernelCall, firsts: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
+def _triton_dtype(call: KernelCall) -> Any:
+    """Return the query's dtype as Triton's."""
+    import triton.language
+
+    return getattr(triton.language, str(call.query.dtype).removeprefix("torch."))
+
+
 # What an expression of a record can name, in addition to the fields of a KernelCall.
 _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "default": lambda call, target: _DEFAULT,
@@ -178,6 +185,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
         for name in ("k_scale", "v_scale", "q_scale")
     },
     "scale": paged.scale_of,
+    "triton_dtype": lambda call, target: _triton_dtype(call),
     "is_fp8": lambda call, target: paged.format_of(call, target).is_fp8,
     # Which keys a row sees: those to the left and to the right of its own, -1 for all.
     "window_left": lambda call, target: call.sliding_window - 1 if call.sliding_window else -1,

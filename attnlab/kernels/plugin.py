@@ -225,6 +225,8 @@ class PluginBackend(Backend):
                 text = f"{self.name}: name must be new, got {record.name}"
                 raise InvalidCase(text, field="op")
             OPS[record.name] = record  # of a file that has changed, the new one
+        if self.function is None and not self.records and isinstance(self.kernel, ByName):
+            self.kernel.check(self.name)
         if not self.records and self.op not in TRITON_OPS:
             raise InvalidCase(
                 f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
@@ -278,15 +280,20 @@ class PluginBackend(Backend):
     def op_source(self) -> Source | None:
         return self.source
 
-    def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
-        """Return the function of an op's record, as its package is on a platform."""
+    def _function(self, op: Op, platform: Platform | None = None) -> Callable[..., Any]:
+        """Return the function of an op's record, as its package is on a platform, or on one that it has."""
         file = split_mapping(self.spec)[0].rpartition(":")[0]
         beside = Path(file).parent / f"{op.module}.py"  # of the file that has the record
         if self.source is None and beside.is_file():
             return load_kernel(f"{beside}:{op.function}")
         if self.source is None:
             return _of_module(op.module, op.function)
-        return _of_source(self.source, platform, op.module, op.function)
+        if platform is not None:
+            return _of_source(self.source, platform, op.module, op.function)
+        try:
+            return _of_source(self.source, PLATFORMS["sm_90"], op.module, op.function)
+        except Unavailable:  # of modules for AMD's GPUs alone
+            return _of_source(self.source, PLATFORMS["gfx942"], op.module, op.function)
 
     @property
     def file(self) -> str | None:

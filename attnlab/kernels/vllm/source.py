@@ -55,7 +55,7 @@ def _kept(package: Package) -> re.Pattern[str]:
     """
     names = "|".join(name.replace("-", "[-_]") for name in {package.name, *package.distributions})
     top, folders = rf"(?:{names})-[^/]*/", "|".join(package.folders)
-    further = rf"|{top}({package.further})" if package.further else ""
+    further = rf"|(?:{top})?({package.further})" if package.further else ""
     files = rf"(?:{folders})/\w+\.py"
     if package.is_whole:
         top, files, further = r"[^/]*-[^/]*/", rf"{package.name}/.*\.(?:py|json)", ""
