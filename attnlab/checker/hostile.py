@@ -607,9 +607,9 @@ def _make_case(
         fields["stage"] = "sound"
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    if not backend.has_splits(op):
-        fields["num_splits"] = None
-    elif fields.get("num_splits") is not None:
+    has = {"sm_scale": backend.has_scale(op), "num_splits": backend.has_splits(op)}
+    fields |= {name: None for name, is_there in has.items() if not is_there}
+    if fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
     if op == UNIFIED and fields.get("num_splits"):
         fields |= _short_rows(fields, longest_split(backend))

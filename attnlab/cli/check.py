@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.flags import flag
 from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import make_output_folder
@@ -23,7 +23,6 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
-from attnlab.library.op import libraries
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -67,12 +66,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(library, "--source PATH", "a vLLM or another --library: a wheel, an sdist or a checkout")
     flag(library, "--installed", "the vLLM that is installed")
-    flag(
-        library,
-        "--library",
-        "the library that --source is, or that is installed (default: %(default)s)",
-        choices=libraries(),
-        default="vllm",
+    command.add_library(
+        library, "the library that --source is, or that is installed (default: %(default)s)"
     )
     flag(
         library,
@@ -180,7 +175,7 @@ def _run(args: argparse.Namespace) -> int:
     if interrupt():
         notice("interrupted; the report has what ran")
     write_ci_files(args, report)
-    command.share(args, report)
+    command.share(args, report, **_page_facts(args, report))
     page = None if interrupt() else _draw(args, report)
     print_report(report, args.json, page)
     return interrupt.exit_code or report.exit_code
@@ -297,6 +292,29 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
 
     written = write_reports(report.findings, args.report, report.version, backend.device)
     return dataclasses.replace(report, reports=[str(path) for path in written])
+
+
+def _page_facts(args: argparse.Namespace, report: "Report") -> dict[str, Any]:
+    """Return what the page shows of the first finding: a run of its smallest case, a script, and its line."""
+    found = [one for one in report.unexpected if not one.horizon and one.kind != "fails"]
+    if args.html is None or not found:
+        return {}
+    from attnlab.checker.check import backend_of
+    from attnlab.contracts.contract import Target
+    from attnlab.lab.lab import Lab
+    from attnlab.reports.close_up import trace_run
+    from attnlab.reports.upstream import script_of
+
+    case, backend = found[0].case, backend_of(**_library(args))
+    lab = Lab(source=backend.path, device="cpu")
+    lab.use(backend)
+    try:
+        run = trace_run(lab, case)
+        script = script_of(run.result.recorded_call, Target.of(case), backend, found[0].title)
+    except AttnLabError:
+        return {}
+    line = next(((one.file, one.line) for one in found[0].lines), None)
+    return {"run": run, "script": script, "line": line}
 
 
 def _is_measured(args: argparse.Namespace) -> bool:

@@ -23,6 +23,8 @@ from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
 from attnlab.tensors.call import KernelCall
 
+# All keys of a sequence, in ops that read every key from the cache; of ops that get new tokens, those before.
+CONTEXT_LENS = "context_lens"
 NAMES: dict[str, tuple[str, ...]] = {
     "query": ("query", "q"),
     "key_cache": ("key_cache", "k_cache", "k_buffer"),
@@ -41,7 +43,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "request_index": ("b_req_idx", "req_pool_indices"),
     "token_starts": ("kv_indptr",),
     "token_slots": ("kv_indices",),
-    "seq_lens": ("seq_lens", "seqused_k", "b_seq_len", "cache_seqlens", "kv_seqlens"),
+    "seq_lens": (
+        "seq_lens",
+        "seqused_k",
+        "b_seq_len",
+        "cache_seqlens",
+        "kv_seqlens",
+        "kv_lens",
+        CONTEXT_LENS,
+    ),
     "query_start_loc": (
         "query_start_loc",
         "cu_seqlens_q",
@@ -88,6 +98,10 @@ _CACHES = {"key": "key_cache", "value": "value_cache"}
 _WINDOWS = ("window_size", "window_left")
 _MISSING = inspect.Parameter.empty
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_USUAL = (
+    *("query", "key_cache", "value_cache", "block_table", "seq_lens", "query_start_loc"),
+    *("sm_scale", "sliding_window", "output"),
+)
 
 
 def output_of(result: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -115,6 +129,18 @@ class ByName:
     def op(self) -> str:
         """Return the op that the function stands for: its attribute, or unified_attention."""
         return getattr(self.function, "op", UNIFIED)
+
+    def check(self, spec: str) -> None:
+        """Raise InvalidCase if the function has an argument without default that no call can hold."""
+        parameters = inspect.signature(self.function).parameters
+        for name, one in parameters.items():
+            is_needed = one.default is _MISSING and one.kind not in (
+                one.VAR_POSITIONAL,
+                one.VAR_KEYWORD,
+            )
+            if is_needed and name not in SIZES and self._field(name, parameters) is None:
+                text = f"{spec}: {name} must be an argument that attnlab knows ({', '.join(_USUAL)}, …), "
+                raise InvalidCase(f"{text}or have a default", field="backend")
 
     @property
     def fixed_fields(self) -> tuple[str, ...]:
@@ -166,6 +192,9 @@ class ByName:
     def _field(self, name: str, parameters: Mapping[str, Any]) -> str | None:
         """Return the field of a KernelCall, or of NAMES, that an argument is; None if it is none."""
         found = "sliding_window" if name in _WINDOWS else _FIELDS.get(name)
+        if name == CONTEXT_LENS and any(new in parameters for new in NAMES["key"]):
+            caches = NAMES["key_cache"]
+            return found if not any(cache in parameters for cache in caches) else None
         if found not in _CACHES or any(cache in parameters for cache in NAMES[_CACHES[found]]):
             return found
         example = self.example.get(name)
@@ -284,7 +313,8 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     """
     parameters = inspect.signature(function).parameters
     _check_mapping(made, parameters, mapping)
-    records = [op for library in libraries() for op in ops_of(library) if op.is_triton]
+    names = sorted(libraries(), key="vllm".__ne__)  # of equals, vLLM's first
+    records = [op for library in names for op in ops_of(library) if op.is_triton]
     ranked = sorted(records, key=lambda op: -_likeness(op, parameters))
     required = [
         name

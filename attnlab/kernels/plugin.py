@@ -225,6 +225,8 @@ class PluginBackend(Backend):
                 text = f"{self.name}: name must be new, got {record.name}"
                 raise InvalidCase(text, field="op")
             OPS[record.name] = record  # of a file that has changed, the new one
+        if self.function is None and not self.records and isinstance(self.kernel, ByName):
+            self.kernel.check(self.name)
         if not self.records and self.op not in TRITON_OPS:
             raise InvalidCase(
                 f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",

@@ -15,7 +15,7 @@ import torch
 
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import KV_CACHE_DTYPES
-from attnlab.kernels.by_name import NAMES, SIZES, output_of
+from attnlab.kernels.by_name import CONTEXT_LENS, NAMES, SIZES, output_of
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
 
@@ -101,6 +101,8 @@ def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading
                 used.add(alias)
                 break
     _take_caches(fields)
+    if "key" in fields and fields.get("seq_lens") is arguments.get(CONTEXT_LENS):
+        fields.pop("seq_lens", None)
     used |= _take_window(fields, arguments)
     given = arguments.given if isinstance(arguments, BoundArguments) else {"window_size"}
     unknown = {
@@ -425,6 +427,8 @@ class RecordedOp:
     - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
     - ``adjust``: completes what :func:`attnlab.recorder.arguments.read_arguments` found by the names of
       the arguments. It changes the Reading and computes nothing that waits for a GPU.
+    - ``is_guess``: the function was not named by anybody; its arguments have the names of attention's.
+    - ``is_dense``: keys and values are no cache, so the function cannot run other calls.
     - ``reads``: the names of further arguments that ``adjust`` reads, or that change no number. Others whose
       names are not known are kept with the call, and what may depend on them is not decided.
     """
@@ -436,6 +440,8 @@ class RecordedOp:
     adjust: Adjust = no_change
     writes_cache: bool = False
     reads: tuple[str, ...] = ()
+    is_guess: bool = False
+    is_dense: bool = False
 
     @property
     def name(self) -> str:

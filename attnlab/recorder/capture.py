@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -44,7 +45,7 @@ class Recorded:
     """A recorded call.
 
     - ``reading``: its arguments, with copies of all tensors; ``op``, ``layout``: what describes them.
-    - ``is_write``: whether it is a cache write.
+    - ``is_write``: whether it is a cache write. ``is_guess``: see :class:`RecordedOp`.
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
     - ``rejection``: the error that the op raised, or "".
@@ -57,6 +58,7 @@ class Recorded:
     writes: dict[str, Any] = field(default_factory=dict)
     rejection: str = ""
     is_write: bool = False
+    is_guess: bool = False
     function: Function | None = None
     forms: dict[str, Any] = field(default_factory=dict)
     _call: KernelCall | None = None
@@ -66,6 +68,15 @@ class Recorded:
         """Return the name by which the commands run the function, "MODULE:FUNCTION"."""
         module, _, function = (self.origin.op or "").rpartition(".")
         return f"{module}:{function}"
+
+    @property
+    def spec(self) -> str:
+        """Return the name by which a command in the current folder finds the function."""
+        module, _, function = self.kernel.partition(":")
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if not file or "." in module or "site-packages" in file:
+            return self.kernel
+        return f"{from_here(Path(file))}:{function}"
 
     @property
     def runner(self) -> Backend | None:
@@ -110,6 +121,14 @@ class Recorded:
                 call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call
+
+
+def from_here(path: Path) -> str:
+    """Return a path as it is from the current folder, if that is above it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def forms_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +221,15 @@ class Capture:
         self._is_active = True
         self._patches.install()
 
+    def add(self, ops: Iterable[RecordedOp]) -> None:
+        """Record the calls of further ops, which are not those that are recorded already."""
+        targets: dict[str, list[str]] = {}
+        for op in ops:
+            if op.name not in self._ops:
+                self._ops[op.name] = op
+                targets.setdefault(op.module, []).append(op.function)
+        self._patches.add(targets)
+
     def stop(self) -> None:
         """Put the original ops back."""
         self._is_active = False
@@ -230,7 +258,7 @@ class Capture:
                 return original(*args, **kwargs)
             before = self._before(op, bind, args, kwargs)
             if before is not None:
-                before.function = original
+                before.function = None if op.is_dense else original
             with not_recording(), noting_bfloat16() as undecided:
                 try:
                     result = original(*args, **kwargs)
@@ -266,6 +294,7 @@ class Capture:
                 return Recorded(
                     reading=reading,
                     is_write=op.writes_cache,
+                    is_guess=op.is_guess,
                     op=op.op,
                     layout=op.layout,
                     origin=_origin(self.origin, op, reading.fields["key_cache"].device),

@@ -6,8 +6,11 @@ token goes.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ import torch
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.case.platforms import PLATFORMS
-from attnlab.kernels.by_name import output_of
+from attnlab.kernels.by_name import NAMES, output_of
 from attnlab.kernels.model import written_cache
 from attnlab.recorder.arguments import (
     Adjust,
@@ -425,6 +428,52 @@ def _ops_of(loaded: Any) -> list[RecordedOp]:
     if isinstance(loaded, (list, tuple)):
         return [op for one in loaded for op in _ops_of(one)]
     raise InvalidCase(f"{GROUP} must name a RecordedOp or a function, got {loaded!r:.60}")
+
+
+def ops_in(folder: Path, tests: Collection[str]) -> list[RecordedOp]:
+    """Return the functions of imported modules below a folder whose arguments are those of attention.
+
+    That is a query, with the keys and values as a cache with a table and lengths, or as they are. ``tests``:
+    the names of test modules, whose functions count only if no other module has one: they are often a
+    reference.
+    """
+    found: list[RecordedOp] = []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not file or folder not in Path(file).parents or "site-packages" in file:
+            continue
+        for name, one in list(vars(module).items()):
+            if inspect.isfunction(one) and one.__module__ == module.__name__:
+                found += _guess(module.__name__, name, tuple(inspect.signature(one).parameters))
+    return [op for op in found if op.module not in tests] or found
+
+
+def _guess(module: str, function: str, parameters: tuple[str, ...]) -> list[RecordedOp]:
+    """Return the op that a function seems to be by the names of its parameters; none if it seems none."""
+    has = {field for field, names in NAMES.items() if set(names) & set(parameters)}
+    is_paged = {"query", "block_table", "seq_lens"} <= has and "slot_mapping" not in has
+    if is_paged and ({"key_cache", "value_cache"} <= has or {"key", "value"} <= has):
+        return [RecordedOp(module=module, function=function, is_guess=True)]
+    others = {"block_table", "seq_lens", "query_start_loc", "key_cache", "slot_mapping", "output"}
+    if {"query", "key", "value"} <= has and not others & has:
+        dense = RecordedOp(
+            module=module, function=function, op=UNIFIED, layout="HND", adjust=_dense
+        )
+        return [replace(dense, is_guess=True, is_dense=True)]
+    return []
+
+
+def _dense(arguments: dict[str, Any], reading: Reading) -> None:
+    """Read queries, keys and values [batch, heads, tokens, size] as those of torch's SDPA."""
+    fields = reading.fields
+    both = [fields.get(f"{name}_cache", fields.get(name)) for name in ("key", "value")]
+    tensors = [fields["query"], *both]
+    if any(not isinstance(one, torch.Tensor) or one.dim() not in (3, 4) for one in tensors):
+        reading.fields = {}
+        return
+    given = dict(zip(("query", "key", "value"), tensors, strict=True))
+    rest = {"is_causal": fields.get("causal"), "scale": fields.get("sm_scale")}
+    _sdpa({**given, **rest, "attn_mask": arguments.get("attn_mask")}, reading)
 
 
 def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signature:

@@ -25,6 +25,7 @@ from attnlab.mutation.report import MUTANTS, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
 from attnlab.recorder.failure_report import FailureReport, report_failure
+from attnlab.recorder.ops import ops_in
 from attnlab.tensors.call import KernelCall, Origin
 
 # Which defects of the catalogue a test's comparison would not notice, on the test's data and tolerance.
@@ -183,10 +184,11 @@ class Session:
             session._capture.start()
             session._comparisons.start()
 
-    def pytest_collection_finish(self) -> None:
-        """Raise pytest.UsageError for an entry of attnlab_ops that names no function.
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Record the project's own functions that look like attention, beside those of attnlab_ops.
 
-        The test modules are imported by now, and what they put on the path is known.
+        The test modules are imported by now, and what they put on the path is known. Raises pytest.UsageError
+        for an entry of attnlab_ops that names no function.
         """
         for text in self._ops:
             module, _, function = text.partition(":")
@@ -200,6 +202,11 @@ class Session:
                 raise pytest.UsageError(
                     f"attnlab: attnlab_ops must name {what} that exists, got {text}"
                 )
+        if not self._is_controller:
+            tests = {
+                item.module.__name__ for item in session.items if isinstance(item, pytest.Function)
+            }
+            self._capture.add(ops_in(session.config.rootpath, tests))
 
     def pytest_unconfigure(self) -> None:
         """Put the wrapped functions back."""
