@@ -195,6 +195,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "rswa_window": lambda call, target: call.sliding_window,
     # The cache as [num_blocks, block_size, num_kv_heads, size], and lists of the slots of each sequence.
     "flash_cache": _flash,
+    "cache_dtype": lambda call, target: paged.format_of(call, target).dtype,
     "slot_mapping": lambda call, target: _slots(call),
     # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
     "context_lens": lambda call, target: _context_lens(call),
