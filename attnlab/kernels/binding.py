@@ -231,6 +231,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "flash_cache": _flash,
     "flat_cache": _flat,  # flat_keys and flat_values, whose sequences begin at flat_starts
     "flat_starts": lambda call, target: _sums(call.seq_lens).int(),
+    "cache_dtype": lambda call, target: paged.format_of(call, target).dtype,
     "slot_mapping": lambda call, target: _slots(call),
     # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
     "context_lens": lambda call, target: _context_lens(call),

@@ -313,8 +313,8 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     """
     parameters = inspect.signature(function).parameters
     _check_mapping(made, parameters, mapping)
-    names = sorted(libraries(), key="vllm".__ne__)  # of equals, vLLM's first
-    records = [op for library in names for op in ops_of(library) if op.is_triton]
+    ordered = sorted(libraries(), key="vllm".__ne__)  # of equals, vLLM's first
+    records = [op for library in ordered for op in ops_of(library) if op.is_triton]
     ranked = sorted(records, key=lambda op: -_likeness(op, parameters))
     required = [
         name

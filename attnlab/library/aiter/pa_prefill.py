@@ -12,8 +12,9 @@ OP = Op(
     platforms=AMD,
     arguments={
         **{"q": "query", "k": "key", "v": "value", "o": "output"},
-        **{"k_cache": "key_cache", "v_cache": "value_cache", "b_loc": "block_table"},
-        **{"b_start_loc": "query_start_loc", "b_seq_len": "seq_lens"},
+        "k_cache": "key_cache.view(cache_dtype)",
+        "v_cache": "value_cache.view(cache_dtype)",
+        **{"b_loc": "block_table", "b_start_loc": "query_start_loc", "b_seq_len": "seq_lens"},
         **same("kv_cache_dtype alibi_slopes sliding_window sm_scale"),
         **{"max_input_len": "max_query_len", "k_scale": "one(k_scale)", "v_scale": "one(v_scale)"},
     },
