@@ -594,7 +594,7 @@ def _make_case(
         "seed": seed,
         **DEFAULTS,
         **changes,
-        **_poison(op),
+        "empty_slots": OPS[op].poison,
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
@@ -627,12 +627,6 @@ def _check_sizes(op: str, fields: Mapping[str, Any]) -> None:
         if allowed and fields[name] not in allowed:
             text = f"{name} must be one of {', '.join(map(str, allowed))} with {op}"
             raise InvalidCase(f"{text}, got {fields[name]}", field=name)
-
-
-def _poison(op: str) -> dict[str, Any]:
-    """Return what empty slots hold if NaN after a sequence's end would be the caller's fault."""
-    reads_tail = OPS[op].contract.get("reads_tail", "nothing") != "nothing"
-    return {"empty_slots": "garbage"} if reads_tail else {}
 
 
 def _short_rows(fields: Mapping[str, Any], most: int) -> dict[str, Any]:

@@ -238,6 +238,12 @@ class Op:
         """Return the fill policy that writes exactly the tokens that the op reads from the cache."""
         return fill_read(self.new_tokens_from)
 
+    @property
+    def poison(self) -> str:
+        """Return what empty slots hold to show that they are read: "nan", or "garbage", finite numbers, if the
+        op may read slots after a sequence's end, so that NaN there is the caller's fault."""
+        return "nan" if self.contract.get("reads_tail", "nothing") == "nothing" else "garbage"
+
     def contract_at(self, release: str) -> dict[str, Any]:
         """Return the fields of its contract that a release does not have as usual."""
         return {**self.contract, **self.contract_of.get(release, {})}
