@@ -169,6 +169,9 @@ def release_plan(
 
     limit_s = _CASE_SECONDS[releases[0].backend.device] if case_seconds is None else case_seconds
     known = releases[0].backend.ops
+    for op in ops or ():
+        if op not in known:
+            refuse("op", f"one of {', '.join(known)}", op)
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),

@@ -23,7 +23,6 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
-from attnlab.library.op import libraries
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -67,12 +66,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(library, "--source PATH", "a vLLM or another --library: a wheel, an sdist or a checkout")
     flag(library, "--installed", "the vLLM that is installed")
-    flag(
-        library,
-        "--library",
-        "the library that --source is, or that is installed (default: %(default)s)",
-        choices=libraries(),
-        default="vllm",
+    command.add_library(
+        library, "the library that --source is, or that is installed (default: %(default)s)"
     )
     flag(
         library,

@@ -23,11 +23,12 @@ from attnlab.case.fields import (
     refuse,
     split_mapping,
 )
-from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.case.flags import add_case_flags, add_source_flag, case_of, flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
 from attnlab.case.shown import Shown, json_value
+from attnlab.library.op import libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -359,6 +360,11 @@ def add_kernel_flag(group: Any) -> None:
     )
 
 
+def add_library(group: Any, text: str = "the library (default: %(default)s)") -> None:
+    """Add --library."""
+    flag(group, "--library", text, choices=libraries(), default="vllm")
+
+
 def add_map_flag(group: Any, *, has_call: bool = False) -> None:
     """Add --map; ``has_call``: to a command that reads calls in other formats, which it also names."""
     of_call = (
@@ -437,7 +443,7 @@ def case_with_source(args: argparse.Namespace) -> Case:
     if args.source is not None and package is not None:
         from attnlab.kernels.vllm.source import find_source, source_path
 
-        args.source = source_path(str(args.source))
+        args.source = source_path(str(args.source), package)
         find_source(args.source, package)
     return case
 

@@ -61,10 +61,10 @@ def runners(
     """
     if not sources and not backends:
         return [Runner(backend="model")]
-    paths = [source_path(text) for text in sources]
-    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     names = list(dict.fromkeys(backends))
     package = next((found for name in names if (found := package_of_backend(name))), VLLM)
+    paths = [source_path(text, package) for text in sources]
+    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     for path in paths:
         if not is_in_git(path):
             find_source(path, package)

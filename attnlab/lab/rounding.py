@@ -1,8 +1,9 @@
 """How far a kernel's output may be from exact attention, derived from what the kernel rounds.
 
 Exact means attention in float64 on the stored bytes. Let u be half the spacing of numbers at 1 in the
-query's dtype, t its smallest subnormal number, w the exact weights of a row (with a sink their sum is below
-1), o its output, A = Σ w·|v| its attention over the magnitudes of the values, n the longest sequence.
+query's dtype, t its smallest subnormal number (of weights at least 2⁻¹²⁶: exp2 of a GPU is 0 below that), w
+the exact weights of a row (with a sink their sum is below 1), o its output, A = Σ w·|v| its attention over
+the magnitudes of the values, n the longest sequence.
 
 Worst case. Each output element is off by at most the sum of:
 
@@ -71,6 +72,7 @@ from attnlab.tensors.formats import LEAST_SCALE, rotate, rotation_size
 from attnlab.tensors.quantised import Formats
 from attnlab.tensors.visibility import SequenceMask
 
+_LEAST = float(torch.finfo(torch.float32).smallest_normal)
 LIKELY = math.sqrt(2 * math.log(2e18))
 # By what unified_attention and FlashAttention 3 multiply a weight before they round it to FP8.
 _WEIGHT_FACTOR = {
@@ -96,7 +98,8 @@ def _alone(kernels: Sequence[str]) -> Mapping[str, Any]:
 class Rounding:
     """What the kernels of a call round to the query's dtype, and how often.
 
-    - ``unit``: half the spacing of the dtype at 1; ``step``: its smallest subnormal number.
+    - ``unit``: half the spacing of the dtype at 1; ``step``: its smallest subnormal number, at
+      least the smallest normal number of float32.
     - ``terms``: roundings of each key's contribution: of its weight, and of its value if that was decoded
       from FP8.
     - ``parts``: roundings of partial outputs.
@@ -151,7 +154,7 @@ class Rounding:
         products += any("query" in one for one in stated)
         rounding = cls(
             unit=float(info.eps) / 2,
-            step=float(info.smallest_normal * info.eps),
+            step=max(float(info.smallest_normal * info.eps), _LEAST),
             terms=terms,
             parts=parts,
             keys=is_fp8,

@@ -102,6 +102,8 @@ class Op:
     - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
       before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
+    - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
     - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
@@ -138,6 +140,8 @@ class Op:
     strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    frees_blocks: bool = True
+    min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False
     split_releases: tuple[str, ...] = RELEASES
@@ -233,6 +237,12 @@ class Op:
     def fill_read(self) -> str:
         """Return the fill policy that writes exactly the tokens that the op reads from the cache."""
         return fill_read(self.new_tokens_from)
+
+    @property
+    def poison(self) -> str:
+        """Return what empty slots hold to show that they are read: "nan", or "garbage", finite numbers, if the
+        op may read slots after a sequence's end, so that NaN there is the caller's fault."""
+        return "nan" if self.contract.get("reads_tail", "nothing") == "nothing" else "garbage"
 
     def contract_at(self, release: str) -> dict[str, Any]:
         """Return the fields of its contract that a release does not have as usual."""

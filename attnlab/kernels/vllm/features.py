@@ -191,17 +191,15 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "sinks": ("sinks",),
     "softcap": ("softcap",),
     "num_splits": ("splits",),
+    "sm_scale": ("sm_scale", "scale"),
     "interleave_v": ("interleave_v",),
     "output_scale": ("output_scale",),
 }
-_PREPARED = (
-    "alibi",
-    "sliding_window",
-    "interleave_v",
-)  # by the lab, for ops that compute no scores
+# By the lab, for ops that compute no scores.
+_PREPARED = ("alibi", "sliding_window", "interleave_v", "sm_scale")
 _PLAIN: dict[str, Any] = {
     **{"mask": CAUSAL, "op_argument": NONE, "sliding_window": 0},
-    **{"softcap": None, "num_splits": None, "output_scale": None},
+    **{"softcap": None, "num_splits": None, "output_scale": None, "sm_scale": None},
 }
 
 
@@ -230,6 +228,7 @@ def check_call(
         "sinks": call.sinks,
         "softcap": call.softcap,
         "num_splits": call.num_splits,
+        "sm_scale": call.sm_scale,
         "output_scale": call.output_scale,
         "interleave_v": call.interleave_v or None,
         "sliding_window": call.sliding_window or None,
