@@ -45,6 +45,32 @@ OBSERVATIONS = {
     "reads_empty_slots": "a kernel reads unwritten slots of the sequence's own blocks",
     "reads_outside_window": "a kernel reads tokens before the sliding window of every row",
 }
+# Diagnoses that are neither a defect of the catalogue nor a rule, in words.
+_IN_WORDS = {
+    "empty slots": "the output depends on what slots hold that were never written",
+    "empty blocks": "the output depends on blocks that the sliding window has freed, which are empty",
+    "recycled blocks": "the output depends on blocks that the sliding window has freed, which another "
+    "sequence has taken",
+    "strides ignored": "the result is wrong with strided tensors, and right if they are contiguous",
+    "padding not left out": "the result is wrong if rows pad the batch, and right without them",
+    "both parts empty": "the output of a padding row whose parts are both empty is not 0",
+    "logarithm of the sum": "the log-sum-exp is wrong",
+    "contents of the output buffer": "the output depends on what its buffer held before the call",
+    "not deterministic": "equal calls give different outputs",
+    "finite contents": "the output changes with the numbers in unwritten slots, within rounding",
+    "block offset beyond 2^31 elements": "the output is wrong if blocks lie beyond 2^31 elements, and right "
+    "with small block numbers",
+    "own slot": "the cache holds wrong bytes in a slot of a token",
+    "slot without owner": "the cache holds wrong bytes in a slot without a token",
+    "rows_never_written": "rows of the output keep what its buffer held",
+    "unexplained": "the output is wrong, and no known fault explains it",
+    "FP8 query without a scale": "FP8 queries are accepted, and the op has no argument for their scale",
+    "FP8 cache without a scale": "FP8 caches are accepted, and the op has no argument for a scale",
+    "FP8 cache without scales": "FP8 caches are accepted, and the op has no arguments for their scales",
+    "int8 cache without a scale": "int8 caches are accepted, and the op has no argument for a scale",
+    "int8 cache without scales": "int8 caches are accepted, and the op has no arguments for their scales",
+}
+_OP_ARGUMENT = "op_argument "
 _TUPLES = ("names", "wrong_in", "right_in", "contents", "horizon")
 
 
@@ -99,12 +125,26 @@ class Finding(Shown):
 
     @property
     def title(self) -> str:
-        """Return the diagnosis, with the names of an ambiguous one; of one without a name its description."""
+        """Return what is known of the fault, in words."""
         if self.diagnosis == "ambiguous" and self.names:
-            return f"ambiguous: {', '.join(self.names)}"
-        if self.diagnosis == "described" and self.description:
+            return f"several faults explain it: {self.description or ', '.join(self.names)}"
+        if self.description:
             return self.description
-        return self.diagnosis
+        if self.kind == "fails":
+            return f"the op raises: {self.evidence}"
+        if self.horizon:
+            kernel, _, size = self.diagnosis.partition(": ")
+            return f"an int32 offset of {kernel} overflows with {size}"
+        first, _, rest = self.diagnosis.partition(": ")
+        if first.startswith(_OP_ARGUMENT):
+            names = f"; it is as with {rest}" if rest else ""
+            return (
+                f"the output is wrong with {first.replace(_OP_ARGUMENT, 'the op argument ')}{names}"
+            )
+        if first in _IN_WORDS:
+            return _IN_WORDS[first] + (f" (op argument {rest})" if rest else "")
+        text = {**KINDS, **OBSERVATIONS}[self.kind]
+        return text if self.diagnosis in ("described", self.kind) else f"{text}: {self.diagnosis}"
 
     @property
     def group(self) -> tuple[str, str, str]:

@@ -1,13 +1,12 @@
 """The command ``attnlab capture``."""
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import flag
-from attnlab.case.output_file import HTML, check_output_file
+from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
 from attnlab.serving.settings import (
     CaptureSettings,
@@ -18,6 +17,7 @@ from attnlab.serving.settings import (
 )
 
 if TYPE_CHECKING:
+    from attnlab.reports.shared_page import Picture
     from attnlab.serving.report import CaptureReport
 
 _UNCHECKED = 3
@@ -31,7 +31,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "write records and saved calls to this new folder; without a command, report what is in it",
         required=True,
     )
-    flag(group, "--html FILE", "also write the report as a page")
+    command.add_share_flags(parser)
     check = parser.add_argument_group("what is checked")
     flag(
         check,
@@ -78,25 +78,18 @@ def _settings(args: argparse.Namespace) -> CaptureSettings:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
-    if args.html is not None:
-        check_output_file(args.html, "html", HTML)
-    command = args.run[1:] if args.run[:1] == ["--"] else args.run
-    if args.run and not command:
+    command.check_share_flags(args)
+    words = args.run[1:] if args.run[:1] == ["--"] else args.run
+    if args.run and not words:
         raise InvalidCase("command must be given after --, got none", field="command")
-    if args.html is not None:
-        from attnlab.serving.report import check_page
-
-        check_page()
     code = None
-    if command:
+    if words:
         from attnlab.serving.plugin import run_command
 
-        code = run_command(command, settings, to_stderr=args.json)
+        code = run_command(words, settings, to_stderr=args.json)
     report = _report(args.out, code)
-    if args.html is not None:
-        from attnlab.serving.report import write_page
-
-        write_page(args.html, report, shlex.join(command) if command else "")
+    if command.is_shared(args):
+        command.share(args, report, pictures=_pictures(report), cause=report.conclusion())
     put(report, args.json)
     return _exit_code(report)
 
@@ -110,6 +103,15 @@ def _report(folder: Path, code: int | None) -> "CaptureReport":
 
     with progress("reading the records") as on_step:
         return with_diagnoses(report, on_step)
+
+
+def _pictures(report: "CaptureReport") -> "tuple[Picture, ...]":
+    """Return which rows and heads of the first saved call are wrong."""
+    from attnlab.reports.shared_page import call_pictures
+    from attnlab.tensors.call import KernelCall
+
+    calls = [found.call for found in report.found if found.call]
+    return call_pictures(KernelCall.load(Path(report.folder) / calls[0])) if calls else ()
 
 
 def _exit_code(report: "CaptureReport") -> int:

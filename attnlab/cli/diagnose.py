@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import check_input_path
 from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
-from attnlab.cli.replay import smallest_script
+from attnlab.cli.replay import smallest_script, traced_call
 from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
@@ -39,12 +39,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--kernel or --backend) for reruns, varied calls, an X-ray and source lines",
     )
     command.add_kernel_flag(group)
-    group.add_argument(
-        "--map",
-        metavar="FIELD=KEY,…",
-        help="the key of each field in a dict of tensors, for example query=q,key_cache=k; numbers are "
-        "values",
-    )
+    command.add_map_flag(group, has_call=True)
     group.add_argument(
         "--no-location",
         action="store_true",
@@ -78,10 +73,8 @@ def _of_call(
     from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names, read_call
-    from attnlab.replay.replay_call import lab_of_call
-    from attnlab.reports.close_up import trace_run
 
-    names = None if args.map is None else parse_names(args.map)
+    names = None if args.map is None else parse_names(",".join(args.map))
     call = read_call(args.call, names, op=op)
     if args.kernel == ORIGIN:
         runner: Backend | None = backend_of_origin(call, args.device)
@@ -96,18 +89,11 @@ def _of_call(
         on_step=on_step,
     )
 
-    def run_again() -> "TracedRun | None":
-        lab = lab_of_call(call, case, _given(args), runner)
-        try:
-            return None if lab is None else trace_run(lab, lab.case, found.xray)
-        except AttnLabError:
-            return None
-
     return _Diagnosed(
         found=found,
         backend=None if runner is None else for_call(call, runner),
         call=lambda: call,
-        run_again=run_again,
+        run_again=lambda: traced_call(call, runner, case, _given(args), found.xray),
     )
 
 
@@ -129,7 +115,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
 
 
 def _run(args: argparse.Namespace) -> int:
-    op = args.field_op
+    op = args.field_op or args.call_op
     command.check_share_flags(args)
     case = command.case_with_runner(args)
     if args.call is not None and args.output_file is not None:

@@ -2,25 +2,29 @@
 
 import argparse
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.fields import Number, refuse
+from attnlab.case.fields import Number, package_of_backend, refuse
 from attnlab.case.flags import flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
 from attnlab.cli import command
 from attnlab.cli.command import Command, notice, print_json, progress, put, show
 from attnlab.cli.releases import ops_of_releases
+from attnlab.library.op import package_of
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.kernels.runner import Runner
     from attnlab.replay.shrinking import Shrunk
+    from attnlab.reports.close_up import TracedRun
     from attnlab.tensors.call import KernelCall
+    from attnlab.weights.xray import XRay
 
 _SCRIPT_S = 10.0  # to shrink a call for the script of a page
 STOP_BISECT = 129  # from 128 on, git bisect stops
@@ -40,7 +44,7 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
         metavar="CALL",
         help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
     )
-    flag(call, "--map FIELD=KEY,…", "the key of each field in a dict of tensors")
+    command.add_map_flag(call, has_call=True)
     flag(call, "--op OP", "the op that describes the call")
     flag(
         call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"
@@ -61,11 +65,12 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
         type=str,
         **more,
     )
-    flag(
-        run,
-        "--backend NAME",
-        "a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, FILE.py:FUNCTION"
-        + again,
+    run.add_argument(
+        "--backend",
+        "--kernel",
+        metavar="NAME",
+        help="a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, or your kernel, "
+        "FILE.py:FUNCTION or MODULE:FUNCTION" + again,
         **more,
     )
     flag(
@@ -88,7 +93,7 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
 
     from attnlab.recorder.dumps import parse_names, read_call
 
-    names = None if args.map is None else parse_names(args.map)
+    names = None if args.map is None else parse_names(",".join(args.map))
     return read_call(args.call, names, op=args.op), case, given
 
 
@@ -129,7 +134,9 @@ def _targets(args: argparse.Namespace) -> "list[Runner]":
 
     check_input_path(args.call)
     if args.releases is not None:
-        args.source = [*args.source, *ops_of_releases(args.releases)]
+        named = (package_of_backend(name) for name in args.backend)
+        package = next((one for one in named if one is not None), package_of("vllm"))
+        args.source = [*args.source, *ops_of_releases(args.releases, package)]
     return runners(args.source, args.backend, args.device)
 
 
@@ -171,9 +178,14 @@ def _replay_replay(args: argparse.Namespace) -> int:
             name=str(args.call),
             on_target=lambda name, done, total: on_step(f"replaying on {name}", done, total),
         )
-    command.share(args, found)
     first = found.first_bad
     bad = None if first is None else first.target
+    run = None
+    if args.html is not None and first is not None:
+        ran = next(one for one in targets if one.name == bad)
+        run = traced_call(call, ran.find(), case, given)
+    cause = "" if args.releases is None else found.first_bad_sentence()
+    command.share(args, found, run=run, cause=cause)
     put(found, args.json, exit_code=found.exit_code, first_bad=bad)
     if args.releases is not None and not args.json:
         print(found.first_bad_sentence())
@@ -241,7 +253,8 @@ def _shrink(args: argparse.Namespace) -> int:
         )
     files, why = _write(found, out, backend, judge.case) if found.is_failing else ([], "")
     texts = [Path(file).read_text(encoding="utf-8") for file in files if file.endswith(".py")]
-    command.share(args, found, script=("".join(texts), why))
+    run = None if args.html is None else traced_call(found.call, backend, judge.case, given)
+    command.share(args, found, run=run, script=("".join(texts), why))
     if args.json:
         print_json({**found.to_dict(), "files": files, "no_script": why})
     else:
@@ -279,6 +292,24 @@ def script_of_shrunk(
     return script_of(found.call, Target.of(ran), backend, found.sentences()[0])
 
 
+def traced_call(
+    call: "KernelCall",
+    runner: "Backend | None",
+    case: Case,
+    given: Sequence[str],
+    xray: "XRay | None" = None,
+) -> "TracedRun | None":
+    """Run a call for its page, see ``trace_run``; None if nothing runs it, or it cannot run."""
+    from attnlab.replay.replay_call import lab_of_call
+    from attnlab.reports.close_up import trace_run
+
+    lab = lab_of_call(call, case, tuple(given), runner)
+    try:
+        return None if lab is None else trace_run(lab, lab.case, xray)
+    except AttnLabError:
+        return None
+
+
 def smallest_script(
     call: "KernelCall", backend: "Backend | None", case: Case, given: tuple[str, ...] = ()
 ) -> tuple[str, str]:
@@ -304,7 +335,7 @@ SHRINK_COMMAND = Command(
     arguments="CALL",
     examples=(
         "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
-        "attnlab shrink call.safetensors --backend mine.py:my_attention --seconds 30",
+        "attnlab shrink call.safetensors --kernel mine.py:my_attention --seconds 30",
     ),
     exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written, or equal runs of it\n"
     "  differ",

@@ -1,5 +1,7 @@
 """Check that a Case's tensors fit into the memory of this machine."""
 
+import ctypes
+import gc
 import hashlib
 import os
 import threading
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
@@ -263,9 +265,19 @@ def _write(file: Path, product: object) -> None:
 # Products that the runs of a Lab share: the last few of each kind, by key.
 
 _KEPT_BYTES = 64 << 20  # of all products of a store; the newest of each kind is kept in any case
+_STORES: "WeakSet[SharedProducts]" = WeakSet()
 
 
-@dataclass(slots=True)
+def drop_products() -> None:
+    """Drop what all Labs of this process keep, and give the memory back; it is made again when needed."""
+    for store in [*_STORES]:
+        store.clear()
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class SharedProducts:
     """A store of products by kind and key; it keeps the ``keep`` last used of each kind, if they are small.
 
@@ -282,6 +294,15 @@ class SharedProducts:
     )
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _making: dict[Hashable, threading.RLock] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Let :func:`drop_products` find the store."""
+        _STORES.add(self)
+
+    def clear(self) -> None:
+        """Drop every product that nothing else holds."""
+        with self._lock:
+            self._kept.clear()
 
     def has(self, kind: str, key: Hashable) -> bool:
         """Return whether the product is there, in this process or in a file."""

@@ -15,7 +15,7 @@ import torch
 
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import KV_CACHE_DTYPES
-from attnlab.kernels.by_name import NAMES, SIZES, output_of
+from attnlab.kernels.by_name import CONTEXT_LENS, NAMES, SIZES, output_of
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
 
@@ -68,6 +68,7 @@ class Reading:
     - ``unmodelled``: the names of arguments without a reference.
     - ``unknown``: arguments that were not understood and differ from their defaults, by name.
     - ``read_as``: how arguments of another form were read, in words.
+    - ``why_not``: why the call is not recorded, or "".
     - ``result``: returns (output, log-sum-exp or None) from what the op returned; None if the op writes
       ``fields["output"]``.
     """
@@ -76,6 +77,7 @@ class Reading:
     unmodelled: list[str] = field(default_factory=list)
     unknown: dict[str, Any] = field(default_factory=dict)
     read_as: list[str] = field(default_factory=list)
+    why_not: str = ""
     result: Callable[[Any], tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
 
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
@@ -101,6 +103,8 @@ def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading
                 used.add(alias)
                 break
     _take_caches(fields)
+    if "key" in fields and fields.get("seq_lens") is arguments.get(CONTEXT_LENS):
+        fields.pop("seq_lens", None)
     used |= _take_window(fields, arguments)
     given = arguments.given if isinstance(arguments, BoundArguments) else {"window_size"}
     unknown = {
@@ -425,6 +429,8 @@ class RecordedOp:
     - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
     - ``adjust``: completes what :func:`attnlab.recorder.arguments.read_arguments` found by the names of
       the arguments. It changes the Reading and computes nothing that waits for a GPU.
+    - ``is_guess``: the function was not named by anybody; its arguments have the names of attention's.
+    - ``is_dense``: keys and values are no cache, so the function cannot run other calls.
     - ``reads``: the names of further arguments that ``adjust`` reads, or that change no number. Others whose
       names are not known are kept with the call, and what may depend on them is not decided.
     """
@@ -436,22 +442,26 @@ class RecordedOp:
     adjust: Adjust = no_change
     writes_cache: bool = False
     reads: tuple[str, ...] = ()
+    is_guess: bool = False
+    is_dense: bool = False
 
     @property
     def name(self) -> str:
         """Return "module.function"."""
         return f"{self.module}.{self.function}"
 
-    def read(self, arguments: dict[str, Any]) -> Reading | None:
-        """Return what the arguments hold, or None if they are no paged attention and no cache write."""
+    def read(self, arguments: dict[str, Any]) -> Reading:
+        """Return what the arguments hold; ``why_not`` says what they lack of attention or a cache write."""
         reading = read_arguments(arguments, self.reads)
         self.adjust(arguments, reading)
         if reading.result is None and "output" not in reading.fields and not self.writes_cache:
             reading.result = returned_output
         if not self.writes_cache:
             take_tables(reading)
-        is_other = missing(reading.fields, writes_cache=self.writes_cache)
-        return None if is_other else reading
+        absent = missing(reading.fields, writes_cache=self.writes_cache)
+        if absent and not reading.why_not:
+            reading.why_not = f"no argument {' or '.join(NAMES[absent[0]])}"
+        return reading
 
 
 def binder(signature: inspect.Signature) -> Bind:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -44,7 +45,7 @@ class Recorded:
     """A recorded call.
 
     - ``reading``: its arguments, with copies of all tensors; ``op``, ``layout``: what describes them.
-    - ``is_write``: whether it is a cache write.
+    - ``is_write``: whether it is a cache write. ``is_guess``: see :class:`RecordedOp`.
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
     - ``rejection``: the error that the op raised, or "".
@@ -57,6 +58,7 @@ class Recorded:
     writes: dict[str, Any] = field(default_factory=dict)
     rejection: str = ""
     is_write: bool = False
+    is_guess: bool = False
     function: Function | None = None
     forms: dict[str, Any] = field(default_factory=dict)
     _call: KernelCall | None = None
@@ -66,6 +68,15 @@ class Recorded:
         """Return the name by which the commands run the function, "MODULE:FUNCTION"."""
         module, _, function = (self.origin.op or "").rpartition(".")
         return f"{module}:{function}"
+
+    @property
+    def spec(self) -> str:
+        """Return the name by which a command in the current folder finds the function."""
+        module, _, function = self.kernel.partition(":")
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if not file or "." in module or "site-packages" in file:
+            return self.kernel
+        return f"{from_here(Path(file))}:{function}"
 
     @property
     def runner(self) -> Backend | None:
@@ -110,6 +121,14 @@ class Recorded:
                 call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call
+
+
+def from_here(path: Path) -> str:
+    """Return a path as it is from the current folder, if that is above it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def forms_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,6 +194,7 @@ class Capture:
 
     - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
       :func:`attnlab.recorder.ops.recorded_ops`.
+    - ``left_out``: why a call of a known op was not recorded, the last reason by the op's name.
     - ``origin``: what the caller knows about the calls' origin; it may change between calls.
     - ``host``: copy to CPU memory. Each call then waits for the GPU, and its copies survive a kernel that
       breaks the GPU's context.
@@ -188,6 +208,7 @@ class Capture:
         if type(keep) is not int or keep < 1:
             refuse("keep", "a whole number from 1", keep)
         self.calls = Calls(keep)
+        self.left_out: dict[str, str] = {}
         self.origin = Origin()
         self._host = host
         self._logged = self._is_active = False
@@ -201,6 +222,15 @@ class Capture:
         """Wrap the ops."""
         self._is_active = True
         self._patches.install()
+
+    def add(self, ops: Iterable[RecordedOp]) -> None:
+        """Record the calls of further ops, which are not those that are recorded already."""
+        targets: dict[str, list[str]] = {}
+        for op in ops:
+            if op.name not in self._ops:
+                self._ops[op.name] = op
+                targets.setdefault(op.module, []).append(op.function)
+        self._patches.add(targets)
 
     def stop(self) -> None:
         """Put the original ops back."""
@@ -230,7 +260,7 @@ class Capture:
                 return original(*args, **kwargs)
             before = self._before(op, bind, args, kwargs)
             if before is not None:
-                before.function = original
+                before.function = None if op.is_dense else original
             with not_recording(), noting_bfloat16() as undecided:
                 try:
                     result = original(*args, **kwargs)
@@ -252,7 +282,8 @@ class Capture:
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
                 bound = bind(args, kwargs)
                 reading = op.read(bound)
-                if reading is None:
+                if reading.why_not:
+                    self.left_out[op.name] = reading.why_not
                     return None
                 names = ("key_cache", "value_cache") if op.writes_cache else ("output", "lse")
                 writes: dict[str, Any] = {
@@ -266,6 +297,7 @@ class Capture:
                 return Recorded(
                     reading=reading,
                     is_write=op.writes_cache,
+                    is_guess=op.is_guess,
                     op=op.op,
                     layout=op.layout,
                     origin=_origin(self.origin, op, reading.fields["key_cache"].device),
@@ -273,6 +305,7 @@ class Capture:
                     forms=forms_of(bound),
                 )
         except Exception as error:
+            self.left_out[op.name] = " ".join(f"{type(error).__name__}: {error}".split())
             self._failed(op.name, error)
             return None
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import shlex
 import signal
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,21 +15,17 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
-from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
-from attnlab.diagnosis.captured import diagnose_captured, problem_of
-from attnlab.diagnosis.cells import locate
+from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.kernels.child_process import can_copy, run_in_copy
 from attnlab.kernels.triton.interpreter import limit_processes
-from attnlab.recorder.capture import Recorded, not_recording
+from attnlab.recorder.capture import Recorded, from_here, not_recording
 from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
 from attnlab.reports.pages import render_page
-from attnlab.reports.shared_page import Picture, error_picture
+from attnlab.reports.shared_page import call_pictures
 from attnlab.show import sheets
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.quantised import in_numbers
 
 MOST_LINES = 15
 _WIDTH = 100
@@ -62,7 +59,7 @@ class FailureReport:
     @staticmethod
     def _wrapped(label: str, text: str) -> list[str]:
         indent = " " * 12
-        if label in ("call", "page"):
+        if label in ("call", "next", "page"):
             return [f"{label:<12}{text}"]
         return textwrap.wrap(
             text, _WIDTH, initial_indent=f"{label:<12}", subsequent_indent=indent
@@ -123,6 +120,9 @@ def _fill(
     if unknown:
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
+    if judgement is not None and one.is_guess and not _confirms_reading(judgement):
+        report.add("not decided", _NOT_CONFIRMED.format(one.kernel))
+        judgement = None
     found = None
     if judgement is not None:
         found = _by_runs(one, judgement.diagnosis, seconds)
@@ -136,6 +136,19 @@ def _fill(
     if isinstance(failure, InvalidCall) and failure.field == "output" and not one.outputs:
         report.add("advice", "return the output, or name its argument output, out or o")
     _write(report, node_id, one, judgement, found, folder)
+
+
+_NOT_CONFIRMED = (
+    "the function has the arguments of attention, but the test compares its output with nothing that is the "
+    "attention of these arguments; if it is meant to be: -o attnlab_ops={}"
+)
+
+
+def _confirms_reading(one: Judgement) -> bool:
+    """Answer whether a test's values agree with how a call was read that nobody said is attention."""
+    if not one.diagnosis.is_wrong or one.diagnosis.status == "rejected":
+        return True
+    return one.comparison is not None and one.side != "the kernel and the expected value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +331,9 @@ def _write(
         call = one.call
         call.save(target / "call.safetensors")
         report.add("call", str(target / "call.safetensors"))
+        if judgement is not None and judgement.diagnosis.is_wrong and one.function is not None:
+            call_file = shlex.quote(from_here(target / "call.safetensors"))
+            report.add("next", f"attnlab page {call_file}{_kernel_flag(one)}")
         write_text(target / "report.html", page(node_id, report, one, judgement, found))
         report.add("page", str(target / "report.html"))
     except (AttnLabError, OSError) as error:
@@ -349,27 +365,18 @@ def page(
     nouns = [] if judgement is None else [sheets.html(judgement.diagnosis)]
     if found is not None and found.sheet:
         nouns = [found.sheet]
-    kernel = "" if recorded.is_write else f" --kernel {recorded.kernel}"
-    if not call.is_foreign:
-        kernel = " --source VLLM"
     return render_page(
         "failure.html.j2",
         title=node_id,
         facts=facts,
-        drawn=[] if judgement is None else _pictures(call, judgement.diagnosis),
+        drawn=[] if judgement is None else call_pictures(call),
         sheets=[*nouns, sheets.html(call)],
-        command=f"attnlab diagnose --call call.safetensors{kernel}",
+        command=f"attnlab page call.safetensors{_kernel_flag(recorded)}",
     )
 
 
-def _pictures(call: KernelCall, diagnosis: Diagnosis) -> list[Picture]:
-    """Return the picture of the wrong rows and heads of an attention output; none if nothing is wrong."""
-    if call.spec.writes_cache or not diagnosis.wrong_rows:
-        return []
-    call = call.cpu()
-    found = locate(problem_of(call), in_numbers(call).buffer)
-    starts = call.query_start_loc.long()
-    query_lens = (starts[1:] - starts[:-1]).tolist()
-    ctx_lens = (call.seq_lens.long() - (starts[1:] - starts[:-1])).tolist()
-    lengths = Lengths(query_lens=tuple(query_lens), ctx_lens=tuple(ctx_lens))
-    return [error_picture(lengths, found.error, found.is_wrong)]
+def _kernel_flag(one: Recorded) -> str:
+    """Return the flag of a command that runs the function of a call again, or ""."""
+    if not one.call.is_foreign:
+        return " --source VLLM"
+    return "" if one.function is None or one.is_write else f" --kernel {shlex.quote(one.spec)}"

@@ -41,6 +41,14 @@ class Patches:
         _replace({key: (old, new) for key, (old, new) in found.items()})
         sys.meta_path.insert(0, self._finder)
 
+    def add(self, targets: Mapping[str, Iterable[str]]) -> None:
+        """Wrap further functions, of modules that are imported."""
+        self._targets |= {
+            name: (*self._targets.get(name, ()), *functions) for name, functions in targets.items()
+        }
+        found = [self._wrapped(sys.modules[name]) for name in targets if name in sys.modules]
+        _replace({key: both for one in found for key, both in one.items()})
+
     def remove(self) -> None:
         """Put the originals back, in modules that were imported meanwhile, too."""
         if self._finder in sys.meta_path:

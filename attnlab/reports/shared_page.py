@@ -20,14 +20,19 @@ from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
 from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
+from attnlab.diagnosis.captured import problem_of
+from attnlab.diagnosis.cells import locate
 from attnlab.reports.close_up import TracedRun, close_up, weights_only
 from attnlab.reports.pages import render_page
 from attnlab.show.notebook import versions
 from attnlab.show.sheets import html, sheet_of
 from attnlab.show.sheets.sheet import Bar, Facts, Grid, Hidden, Lines, Link, Part, Value, Words
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import in_numbers
 from attnlab.weights.xray import XRay
 
 if TYPE_CHECKING:
+    from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.lab.result import Result
 
@@ -41,6 +46,7 @@ _EXCLUDED = {
     "excluded by run": "{}: the run contradicts it",
     "excluded by rerun": "{}: further runs contradict it",
 }
+_KINDS = {"XRay": "X-ray", "Shrunk": "Smallest call", "Replays": "Replay", "Report": "Check"}
 _CELL, _GAP = 16, 2  # pixels of a picture
 _MOST_ROWS, _MOST_COLUMNS = 48, 64  # of a picture; rows without a finding are left out first
 
@@ -79,7 +85,8 @@ class SharedPage:
     """What a page says.
 
     - ``kind``: the noun, such as "Diagnosis"; ``cause``: the conclusion in one sentence; ``evidence``:
-      further sentences; ``excluded``: what is not the cause, and how that is known.
+      further sentences; ``rows``: those of tables, for a comment; ``excluded``: what is not the cause, and
+      how that is known.
     - ``source``: the faulty line; ``pictures``: the first is the most important.
     - ``sheet``: the noun as HTML; ``script``: the smallest reproduction, and why there is none, or "".
     - ``command``: runs it again; ``notes``: what people add: since, fix, owner, status.
@@ -90,6 +97,7 @@ class SharedPage:
     cause: str
     command: str
     evidence: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     source: Excerpt | None = None
     pictures: tuple[Picture, ...] = ()
@@ -121,7 +129,7 @@ class SharedPage:
         if self.notes:
             head += [_cut("; ".join(f"{name}: {text}" for name, text in self.notes.items())), ""]
         room = min(_MOST_EVIDENCE, _MOST_LINES - len(head) - len(tail))
-        body = [f"- {_cut(text)}" for text in (*self.evidence, *self.excluded)[:room]]
+        body = [f"- {_cut(text)}" for text in (*self.evidence, *self.rows, *self.excluded)[:room]]
         return "\n".join([*head, *body, *tail]) + "\n"
 
 
@@ -151,8 +159,9 @@ def page_of(
     pictures: Sequence[Picture] = (),
     line: tuple[str, int] | None = None,
     script: tuple[str, str] = ("", ""),
+    cause: str = "",
 ) -> SharedPage:
-    """Return the page of a noun.
+    """Return the page of a noun. ``cause``: the conclusion, if it is another one than that of the noun.
 
     ``run``: a run whose errors and reads are drawn; ``line``: the file and the number of the faulty line;
     ``script``: the text of a reproduction, and why there is none.
@@ -160,13 +169,14 @@ def page_of(
     sheet = sheet_of(noun)
     head = sheet.head.text if isinstance(sheet.head, Words) else str(sheet.head)
     texts = [part for part in sheet.parts if isinstance(part, Lines)]
-    lines = [_text_of(cell) for part in texts for cell in part.lines] or _of_tables(sheet.parts)
+    lines = [_text_of(cell) for part in texts for cell in part.lines]
     drawn = (*pictures, *(() if run is None else pictures_of(run.result)))
     common: dict[str, Any] = {
-        "kind": sheet.kind,
+        "kind": _KINDS.get(sheet.kind, sheet.kind),
         "command": command,
         "sheet": html(noun),
         "script": script,
+        "rows": tuple(_of_tables(sheet.parts)) if not lines else (),
     }
     if isinstance(noun, XRay):
         common["close_up"] = weights_only(noun)
@@ -174,11 +184,16 @@ def page_of(
         common["close_up"] = close_up(run)
     if sheet.kind == "Diagnosis":
         return _of_diagnosis(noun, drawn, common)  # type: ignore[arg-type]
-    cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
+    if cause:
+        evidence = lines
+    elif sheet.kind == "XRay" and lines:
+        cause, evidence = lines[0], lines[1:]
+    elif sheet.kind == "Decoded error" and lines[1:]:  # the first states the platform
+        cause, evidence = lines[1], [lines[0], *lines[2:]]
+    else:
+        cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
     if sheet.kind == "Report":
-        grids = [part for part in sheet.parts if isinstance(part, Grid)]
-        found = _of_tables([part for part in grids if part.title == "findings"])
-        cause, evidence = (head, [*found, *lines]) if found else (cause, evidence)
+        cause, evidence = _of_report(noun, head, lines)  # type: ignore[arg-type]
     source = None if line is None else excerpt(*line)
     return SharedPage(
         cause=cause,
@@ -187,6 +202,25 @@ def page_of(
         source=source,
         **common,
     )
+
+
+def _of_report(report: "Report", head: str, lines: list[str]) -> tuple[str, list[str]]:
+    """Return the conclusion of a check, and its findings with what they rest on."""
+    found = report.unexpected
+    if not found:
+        return head, lines
+    evidence = [
+        f"{one.op}: {one.title}. {one.evidence}; in {one.seen_in(report.ops[one.op])}"
+        for one in found
+    ]
+    if len(found) > 1:
+        return head, [*evidence, *lines]
+    place = (
+        f" [{Path(found[0].lines[0].file).name}, line {found[0].lines[0].line}]"
+        if found[0].lines
+        else ""
+    )
+    return f"{report.version}: {found[0].title}{place}", [*evidence, head, *lines]
 
 
 def _of_tables(parts: Sequence[Part]) -> list[str]:
@@ -268,6 +302,21 @@ def pictures_of(result: "Result") -> tuple[Picture, ...]:
     if result.memory is not None and result.memory.slots:
         found.append(slot_picture(result.memory.slot_map(result.provenance)))
     return tuple(found)
+
+
+def call_pictures(call: KernelCall) -> tuple[Picture, ...]:
+    """Return the picture of the wrong rows and heads of a call's output; none if nothing is wrong."""
+    if call.spec.writes_cache:
+        return ()
+    call = call.cpu()
+    found = locate(problem_of(call), in_numbers(call).buffer)
+    if not bool(found.is_wrong.any()):
+        return ()
+    starts = call.query_start_loc.long()
+    query_lens = starts[1:] - starts[:-1]
+    ctx_lens = call.seq_lens.long() - query_lens
+    lengths = Lengths(query_lens=tuple(query_lens.tolist()), ctx_lens=tuple(ctx_lens.tolist()))
+    return (error_picture(lengths, found.error, found.is_wrong),)
 
 
 def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -> Picture:
@@ -368,7 +417,8 @@ def _grid(labels: Sequence[str], cells: Sequence[Sequence[Square]], column: str)
         f"<title>{escape(label)}</title>{''.join(_squares(line))}</svg></td></tr>"
         for label, line in zip(labels, cells, strict=True)
     )
-    head = f"<tr><th></th><th>{escape(column)} 0 to {columns - 1}</th></tr>"
+    numbers = f"0 to {columns - 1}" if columns > 1 else "0"
+    head = f"<tr><th></th><th>{escape(column)} {numbers}</th></tr>"
     return f'<table class="cells"><thead>{head}</thead><tbody>{rows}</tbody></table>'
 
 

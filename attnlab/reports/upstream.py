@@ -247,7 +247,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "title": f"{finding.op}: {_of_it(finding)}",
         "what": f"`{finding.op}`: {KINDS[finding.kind]}",
         "evidence": finding.evidence.rstrip("."),
-        "diagnosis": finding.title.replace("_", " "),
+        "diagnosis": finding.title,
         "version": version,
         "seen": finding.seen,
         "op": finding.op,

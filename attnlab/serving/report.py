@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
-from attnlab.case.output_file import write_text
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.shown import Shown, json_fields
 from attnlab.serving.record import KINDS, Observation, read_records
-from attnlab.show.sheets import html
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
 
 
@@ -87,6 +85,11 @@ class CaptureReport(Shown):
     def total(self, name: str) -> int:
         """Return a count, summed over the processes."""
         return sum(one.counts.get(name, 0) for one in self.processes)
+
+    def conclusion(self) -> str:
+        """Return how many faults there are, and the first, in one sentence."""
+        head = _summary(self)[0]
+        return f"{head}; the first: {self.found[0].first.text}" if self.found else head
 
     @property
     def worst(self) -> float:
@@ -233,36 +236,7 @@ def _diagnosis(path: Path) -> str:
         diagnosis = diagnose_captured(KernelCall.load(path), Case())
     except AttnLabError as error:
         return f"not possible: {error}"
-    if diagnosis.cause is not None:
-        return f"{diagnosis.status}: {diagnosis.cause.name}, {diagnosis.cause.text}"
-    names = ", ".join(one.name for one in diagnosis.explanations)
-    return f"{diagnosis.status}: {names}" if names else diagnosis.status
-
-
-# The page of a capture: one self-contained HTML file.
-
-
-def check_page() -> None:
-    """Raise Unavailable if a package of the page is missing."""
-    try:
-        import jinja2  # noqa: F401
-        import pygments  # noqa: F401
-    except ImportError as error:
-        raise Unavailable(
-            f"html needs the lab extra: pip install 'attnlab[lab]' ({error})"
-        ) from error
-
-
-def write_page(path: Path, one: CaptureReport, command: str) -> None:
-    """Write the page of a report; ``command`` is the command line that was captured.
-
-    Raises Unavailable if a package of the page is missing, InvalidCase if the file cannot be written.
-    """
-    check_page()
-    from attnlab.reports.pages import render_page
-
-    title = "Attention in a running vLLM"
-    write_text(path, render_page("capture.html.j2", title=title, sheet=html(one), command=command))
+    return diagnosis.conclusion
 
 
 # Sheet of a CaptureReport.

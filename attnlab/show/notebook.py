@@ -140,8 +140,14 @@ class Verdicts(Shown):
         return verdict
 
     def conclude(self) -> None:
-        """Display all verdicts in one table; raise VerdictFailed if one differs or if there is none."""
+        """Display all verdicts in one table, and drop what Labs keep for further runs.
+
+        Raises VerdictFailed if a verdict differs or if there is none.
+        """
+        from attnlab.lab.products import drop_products
+
         _display(self)
+        drop_products()
         wrong = [verdict for verdict in self if not verdict.ok]
         if not self._verdicts:
             raise VerdictFailed("no verdict was recorded")

@@ -1,7 +1,9 @@
 """Findings are grouped by the rule that explains them: not by the status of a diagnosis."""
 
 import dataclasses
+import json
 import random
+from pathlib import Path
 
 import pytest
 from helpers.cases import hostile
@@ -10,7 +12,7 @@ from helpers.plugins import RIGHT, checked, planted
 from attnlab.case.case import Case
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import evidence_fields, lab_of
-from attnlab.checker.finding import Finding, merged_findings
+from attnlab.checker.finding import HORIZON, Finding, merged_findings
 from attnlab.checker.library import merged_by_line
 from attnlab.checker.plan import Plan, groups
 from attnlab.defects import DEFECTS
@@ -215,7 +217,28 @@ def test_a_finding_without_a_name_says_what_is_known():
     again = Finding.from_verdict(one.to_verdict())
     assert again.description == one.to_dict()["description"] == fields["description"]
     two = dataclasses.replace(FINDING, names=("a", "b"))
-    assert two.title == "ambiguous: a, b"
+    assert two.title == "several faults explain it: a, b"
+
+
+def test_every_fault_of_the_release_table_has_a_sentence():
+    """No diagnosis stands alone as a name: a label without words would end its kind's text."""
+    faults = json.loads((Path(__file__).parents[2] / "docs" / "releases.json").read_text())[
+        "faults"
+    ]
+    assert len(faults) > 50
+    for row in faults:
+        fields = {
+            name: row[name] for name in ("op", "kind", "diagnosis", "evidence", "description")
+        }
+        horizon = ("--kernel",) if row["kind"] == HORIZON else ()
+        title = Finding(case=Case(), names=tuple(row["names"]), horizon=horizon, **fields).title
+        assert (
+            row["kind"] == "fails"
+            or row["diagnosis"] not in (title, title.rpartition(": ")[2])
+            or (row["description"] == title)
+        )
+    unknown = Finding(op="x", kind="wrong_output", case=Case(), evidence="", diagnosis="new label")
+    assert unknown.title.endswith(": new label")
 
 
 def test_findings_with_one_smallest_case_are_one():

@@ -13,7 +13,7 @@ from attnlab.checker import matrix
 from attnlab.checker.matrix import MatrixJob
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab, drawing_ahead
-from attnlab.lab.products import SharedProducts
+from attnlab.lab.products import SharedProducts, drop_products
 from attnlab.tasks.task import InProcess, Task
 
 SMALL = {"num_heads": 2, "num_queries_per_kv": 2, "query_lens": (1, 17), "ctx_lens": (20, 3)}
@@ -114,3 +114,20 @@ def test_a_large_product_is_there_as_long_as_something_holds_it(
     for key in (1, 2):
         small.get("cache", key, lambda: torch.zeros(2))
     assert small.count("cache") == 2
+
+
+def test_all_stores_drop_what_nothing_else_holds() -> None:
+    """A product that somebody holds stays shared; another one is made again."""
+    store, made = SharedProducts(keep=2, folder=None), []
+
+    def make() -> torch.Tensor:
+        made.append(1)
+        return torch.zeros(4)
+
+    held = store.get("a", 1, make)[0]
+    store.get("b", 1, make)
+    drop_products()
+    assert (store.count("a"), store.count("b")) == (0, 0)
+    assert store.get("a", 1, make)[0] is held
+    assert store.get("b", 1, make)[1] is False
+    assert len(made) == 3

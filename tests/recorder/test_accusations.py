@@ -177,7 +177,7 @@ def test_a_kernel_is_run_again_in_a_copy_of_the_process(tmp_path):
     words = "the scores of keys are multiplied by a further 1.3 (confirmed on"
     assert words in found["test_wrong"]["attnlab_diagnosis"]
     assert "attnlab_not_run" not in found["test_wrong"]
-    assert "--kernel kernels:joined" in Path(found["test_wrong"]["attnlab_page"]).read_text()
+    assert "--kernel kernels.py:joined" in Path(found["test_wrong"]["attnlab_page"]).read_text()
     for name in ("test_mended_before_the_report", "test_slow"):
         assert words not in found[name]["attnlab_diagnosis"]
     mended = found["test_mended_before_the_report"]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.recorded import KERNEL
@@ -283,12 +284,13 @@ class Options:
 def test_a_wrong_op_is_a_usage_error(name, words):
     """With pytest's own exit code for it."""
     options = Options(name)
+    nothing = SimpleNamespace(items=[], config=SimpleNamespace(rootpath=ROOT / "nowhere"))
     with contextlib.ExitStack() as stack:
         if words:
             stack.enter_context(pytest.raises(pytest.UsageError, match=words))
         Session.start(options)
         stack.callback(options.session.pytest_unconfigure)
-        options.session.pytest_collection_finish()
+        options.session.pytest_collection_finish(nothing)
 
 
 def test_the_plugin_costs_nothing_without_its_options(run):

@@ -10,6 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.replay.parts import KeptSequence, with_kv_heads, with_sequences
+from attnlab.reports.shared_page import page_of
 from attnlab.serving.capture_state import MOST_WRONG, KeptCalls
 from attnlab.serving.record import (
     CALLS,
@@ -18,7 +19,7 @@ from attnlab.serving.record import (
     Tally,
     read_records,
 )
-from attnlab.serving.report import read_report, with_diagnoses, write_page
+from attnlab.serving.report import read_report, with_diagnoses
 from attnlab.tensors.call import KernelCall, Origin
 
 
@@ -134,8 +135,10 @@ def test_an_empty_folder_has_checked_nothing(tmp_path):
 def test_the_page_has_what_was_found(tmp_path):
     pytest.importorskip("jinja2")
     Tally(RecordFile(tmp_path)).observe([observation(text="a < b")])
-    write_page(tmp_path / "page.html", read_report(tmp_path), "vllm serve 'x & y'")
-    page = (tmp_path / "page.html").read_text()
+    page_of(read_report(tmp_path), "attnlab capture -- vllm serve 'x & y'").write(
+        tmp_path / "a.html"
+    )
+    page = (tmp_path / "a.html").read_text()
     assert "a &lt; b" in page
     assert "x &amp; y" in page
     assert "http-equiv" in page

@@ -12,7 +12,7 @@ from itertools import combinations
 
 import torch
 
-from attnlab.case.ops import ENCODER, MERGE, PREFILL, WRAPPER
+from attnlab.case.ops import ENCODER, PREFILL, WRAPPER
 from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import divisions
 from attnlab.kernels.triton.run_log import number_outside
@@ -506,7 +506,7 @@ def _is_modelled(call: KernelCall) -> bool:
     """Answer whether every scale is one number, and a cache is small enough to be copied."""
     scales = (call.k_scale, call.v_scale)
     is_plain = all(not isinstance(scale, torch.Tensor) or scale.numel() == 1 for scale in scales)
-    return is_plain and call.key_cache.numel() <= _MOST_COPIED and call.op != MERGE
+    return is_plain and call.key_cache.numel() <= _MOST_COPIED and not call.spec.merges
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, MERGE, UNIFIED
+from attnlab.case.ops import DECODE_FWD, UNIFIED
 from attnlab.defects.edit import Compute, Defect
 from attnlab.diagnosis.rules.addresses import (
     FAMILY,
@@ -220,7 +220,7 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule, str]]:
     for rule in rules_of("output", memory, _sizes(problem, memory), others):
         for part in parts:
             yield OutputRule(rule, part), text_of(part, rule.text(ROW_TERMS))
-    if call.op == MERGE:
+    if call.spec.merges:
         for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED):
             yield MergeRule(kind=kind), f"in the merge, {kind}"
         for name, one in _merge_memory(call, problem).items():
@@ -288,7 +288,7 @@ def _sizes(problem: Problem, memory: TensorMemory) -> dict[str, int]:
 def _other_strides(problem: Problem) -> dict[str, int]:
     """Return the strides of the op's tensors, which may be taken for those of another tensor."""
     call = problem.call
-    memory = dict(_merge_memory(call, problem)) if call.op == MERGE else dict(memory_of(call))
+    memory = dict(_merge_memory(call, problem)) if call.spec.merges else dict(memory_of(call))
     memory["output"] = TensorMemory.of(call.buffer, ROW_TERMS)
     found = {f"{name} {key}": n for name, one in memory.items() for key, n in one.strides.items()}
     heads = call.query.shape[1]  # kernels compute the stride of a row from that of a head
@@ -315,7 +315,7 @@ def wrong_addresses(
     each [num_tokens, num_heads] float64.
     """
     yield from _stored(problem, values, expected, bound)
-    if problem.call.op == MERGE:
+    if problem.call.spec.merges:
         yield from _read(problem, values, bound)
 
 
@@ -328,7 +328,7 @@ def _stored(
     """
     rows, heads = expected.shape
     is_merge = (
-        problem.call.op == MERGE
+        problem.call.spec.merges
     )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
     memory = TensorMemory(
         flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
@@ -519,7 +519,7 @@ def _is_one_address(rule: AddressRule, memory: TensorMemory, problem: Problem) -
 def highest_of_parts(problem: Problem) -> torch.Tensor:
     """Return the highest log-sum-exp of merged parts, [rows, heads] float64; NaN for other ops."""
     call = problem.call
-    if call.op == MERGE:
+    if call.spec.merges:
         parts = partials(call, problem.target)
         return torch.maximum(parts.prefix_lse, parts.suffix_lse).T.double()
     splits = [one for one in divisions(problem) if one.merge == "running"]

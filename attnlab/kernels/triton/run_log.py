@@ -209,7 +209,8 @@ class Watched:
     def of(cls, call: KernelCall) -> "Watched":
         """Return the shapes of a call, with its caches in both of vLLM's layouts, and one slot after another.
 
-        Interleaved values (``interleave_v``) are not traced; their keys are.
+        An op without an x-split cache may have its heads before its slots. Interleaved values
+        (``interleave_v``) are not traced; their keys are.
         """
         blocks, kv_heads, head_size, block_size = call.value_cache.shape
         caches = {
@@ -220,6 +221,8 @@ class Watched:
         }
         if call.interleave_v:
             del caches[tuple(call.value_cache.shape)]
+        if call.spec.cache_layout == "flash":
+            caches[blocks, kv_heads, block_size, head_size] = (0, 2)
         return cls(
             rows=(call.query.shape[0], call.query.shape[1:].numel()),
             new=(call.key.data_ptr(), call.value.data_ptr()),

@@ -161,7 +161,7 @@
     const names = { wrong: "Measured", right: "Expected", difference: "Measured minus expected" };
     const bad = map.wrong.reduce((sum, row) => sum + row.length, 0);
     caption.textContent = `${names[which()]} weights, keys (to the right) against tokens (down): ${
-      bad ? `${bad} weights are wrong, outlined` : "no weight is wrong"}${map.columns < map.of
+      bad ? `${bad} ${bad === 1 ? "weight is" : "weights are"} wrong, outlined` : "no weight is wrong"}${map.columns < map.of
       ? `; keys ${map.first} to ${map.first + map.columns - 1} of ${map.of}` : ""}`;
     canvas.setAttribute("aria-label", caption.textContent);
     const width = Math.max(6, Math.min(CELL, Math.floor(900 / map.columns))), height = CELL;

@@ -218,7 +218,7 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
         ]
         for one in found
     ]
-    return Grid(["op", "kind", "diagnosis", "cases", "evidence"], rows, title)
+    return Grid(["op", "kind", "what is known", "cases", "evidence"], rows, title)
 
 
 def _forms_grid(one: "Report") -> Grid:

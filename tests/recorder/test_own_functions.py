@@ -1,0 +1,161 @@
+"""Functions of a project that nobody named: pytest --attnlab records those with attention's arguments."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.recorded_tests import pytest_in
+
+from attnlab.case.errors import InvalidCase
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.recorder.arguments import read_arguments
+from attnlab.recorder.ops import ops_in
+
+KERNEL = """
+import torch
+
+
+def decode(q, k_cache, v_cache, block_tables, context_lens, scale):
+    out = torch.empty_like(q)
+    for i, n in enumerate(context_lens.tolist()):
+        k, v = (c[block_tables[i].long()].flatten(0, 1)[: n - SHORT] for c in (k_cache, v_cache))
+        s = torch.einsum("hd,khd->hk", q[i], k.repeat_interleave(2, 1)) * scale
+        out[i] = torch.einsum("hk,khd->hd", s.softmax(-1), v.repeat_interleave(2, 1))
+    return out
+
+
+def dense(q, k, v, causal):
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        s = s.masked_fill(torch.ones_like(s).triu(1 + SHORT).bool(), -torch.inf)
+    return s.softmax(-1) @ v
+
+
+def update(q, k_cache, v_cache, block_tables, context_lens, scale):
+    return q * scale
+
+
+SHORT = 1
+"""
+TESTS = """
+import kern
+import torch
+import torch.nn.functional as F
+
+
+def reference(q, k_cache, v_cache, block_tables, context_lens, scale):
+    kern.SHORT = 0
+    try:
+        return kern.decode.__wrapped__(q, k_cache, v_cache, block_tables, context_lens, scale)
+    finally:
+        kern.SHORT = 1
+
+
+def batch():
+    torch.manual_seed(0)
+    caches = torch.randn(2, 16, 16, 2, 32)
+    tables = torch.randperm(16)[:12].reshape(3, 4).int()
+    return torch.randn(3, 4, 32), *caches, tables, torch.tensor([5, 33, 64]).int(), 32**-0.5
+
+
+def test_paged():
+    torch.testing.assert_close(kern.decode(*batch()), reference(*batch()))
+
+
+def test_dense():
+    q, k, v = torch.randn(3, 2, 4, 20, 16)
+    torch.testing.assert_close(
+        kern.dense(q, k, v, True), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
+
+
+def test_no_attention():
+    torch.testing.assert_close(kern.update(*batch()), batch()[0])
+
+
+def test_unnamed():
+    q, k, v = torch.randn(3, 2, 4, 20, 16)
+    output = (q @ k.mT / 4).softmax(-1) @ v
+    assert torch.allclose(output, 2 * output)
+
+
+def test_left_out():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = torch.randn(3, 2, 4, 16, 16)
+    flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.tanh(score))
+    assert False
+
+
+def test_without_tensors():
+    assert False
+"""
+
+
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory) -> dict[str, str]:
+    """Return the section of each failing test of the project, by the name of the test."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "kern.py").write_text(KERNEL)
+    (folder / "test_own.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    out = pytest_in(folder, "--attnlab")
+    parts = out.split("___ test_")[1:]
+    return {part.split(" ")[0]: part.partition("- attnlab -")[2] for part in parts}
+
+
+def test_a_kernel_is_recorded_by_the_names_of_its_arguments(sections):
+    assert "op          kern.decode" in sections["paged"]
+    assert "wrong side  the kernel" in sections["paged"]
+    assert "next        attnlab page attnlab-failures/test_own.py_test_paged-" in sections["paged"]
+    assert "/call.safetensors --kernel kern.py:decode\n" in sections["paged"]
+
+
+def test_a_dense_kernel_is_read_as_torch_reads_its_own(sections):
+    assert "op          kern.dense" in sections["dense"]
+    assert "wrong side  the kernel" in sections["dense"]
+    assert "next" not in sections["dense"]  # it cannot run other calls
+
+
+def test_a_function_that_is_no_attention_is_not_accused(sections):
+    assert "not decided" in sections["no_attention"]
+    assert "wrong side" not in sections["no_attention"]
+    assert "attnlab_ops=kern:update" in sections["no_attention"]
+
+
+def test_a_failed_test_without_a_call_says_why(sections):
+    """One line names what was seen, why it was not read, and what to add; a test without tensors has none."""
+    add = "add the function that computes attention: -o attnlab_ops=MODULE:FUNCTION"
+    unnamed = f"no attention call: no function that attnlab knows was called; {add}\n"
+    assert unnamed in sections["unnamed"]
+    why = "flex_attention (score_mod does more than add to a score)"
+    assert f"{why}; {add}" in sections["left_out"]
+    assert "no attention call" not in sections["without_tensors"]
+
+
+def test_functions_of_test_modules_count_if_there_are_no_others(tmp_path, monkeypatch):
+    (tmp_path / "own_alone.py").write_text(KERNEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    __import__("own_alone")
+    try:
+        names = ["decode", "dense", "update"]
+        assert [op.function for op in ops_in(tmp_path, {"own_alone"})] == names
+        assert ops_in(tmp_path / "other", set()) == []
+    finally:
+        del sys.modules["own_alone"]
+
+
+def test_context_lens_are_all_keys_only_without_new_tokens():
+    import torch
+
+    lens, cache = torch.tensor([3]), torch.zeros(1, 16, 1, 8)
+    given = {"q": cache[0, :1], "k_cache": cache, "v_cache": cache, "context_lens": lens}
+    assert read_arguments(given).fields["seq_lens"] is lens
+    assert "seq_lens" not in read_arguments({**given, "k": cache[0, :1]}).fields
+
+
+def test_an_unknown_argument_is_refused_before_anything_runs(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def paged(q, k_cache, v_cache, pages, seq_lens):\n    pass\n")
+    with pytest.raises(InvalidCase, match="pages must be an argument that attnlab knows"):
+        PluginBackend(spec=f"{file}:paged")
