@@ -240,8 +240,8 @@ class Op:
 
     @property
     def poison(self) -> str:
-        """Return what empty slots hold to show that they are read: "nan", or "garbage", finite numbers, if the
-        op may read slots after a sequence's end, so that NaN there is the caller's fault."""
+        """Return what empty slots hold to show that they are read: "nan", or "garbage", finite numbers, if
+        the op may read slots after a sequence's end, so that NaN there is the caller's fault."""
         return "nan" if self.contract.get("reads_tail", "nothing") == "nothing" else "garbage"
 
     def contract_at(self, release: str) -> dict[str, Any]:
