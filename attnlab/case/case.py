@@ -394,6 +394,11 @@ def _check_op(case: CaseQuantities) -> None:
         refuse("ctx_lens", allowed, case.lengths.ctx_lens)
     if case.sliding_window and not op.sliding_window:
         refuse("sliding_window", f"0 with {case.op}", case.sliding_window)
+    if 0 < case.sliding_window < op.min_window:
+        allowed = f"0 or at least {op.min_window} with {case.op}"
+        refuse("sliding_window", allowed, case.sliding_window)
+    if case.freed != "kept" and not op.frees_blocks:
+        refuse("freed", f"kept with {case.op}, whose caller removes freed blocks", case.freed)
     if case.alibi and not op.alibi:
         refuse("alibi", f"false with {case.op}", case.alibi)
     if case.sinks and not op.sinks:

@@ -585,6 +585,7 @@ def _make_case(
 ) -> Case:
     """Return the Case of some changed fields; raise InvalidCase if they do not fit."""
     _check_supported(backend, op, changes)
+    _check_sizes(op, {**DEFAULTS, **changes})
     fields: dict[str, Any] = {
         "op": op,
         "backend": backend.name,
@@ -593,6 +594,7 @@ def _make_case(
         "seed": seed,
         **DEFAULTS,
         **changes,
+        "empty_slots": OPS[op].poison,
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
@@ -616,6 +618,15 @@ def _make_case(
     if isinstance(backend, VllmBackend) and backend.device == "cuda":
         check_fp8_format(case)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
+
+
+def _check_sizes(op: str, fields: Mapping[str, Any]) -> None:
+    """Raise InvalidCase for a size that the op's contract excludes."""
+    for name in ("block_size", "head_size"):
+        allowed = OPS[op].contract.get(f"{name}s")
+        if allowed and fields[name] not in allowed:
+            text = f"{name} must be one of {', '.join(map(str, allowed))} with {op}"
+            raise InvalidCase(f"{text}, got {fields[name]}", field=name)
 
 
 def _short_rows(fields: Mapping[str, Any], most: int) -> dict[str, Any]:

@@ -46,6 +46,22 @@ def scratch_full_of(number: float) -> Iterator[None]:
         _NUMBER.reset(token)
 
 
+@contextmanager
+def new_empty_is_scratch() -> Iterator[None]:
+    """Let ``Tensor.new_empty`` return scratch memory inside the block, for buffers that an op makes."""
+    original = torch.Tensor.new_empty
+
+    def new_empty(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        made = original(tensor, *size, **options)
+        return made.fill_(_NUMBER.get()) if made.is_floating_point() else made
+
+    torch.Tensor.new_empty = new_empty  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.new_empty = original  # type: ignore[method-assign]
+
+
 def scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
     """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
     return torch.full(shape, _NUMBER.get(), device=call.query.device)
@@ -125,13 +141,31 @@ def _context_lens(call: KernelCall) -> torch.Tensor:
     return (call.seq_lens - call.query_lens).int()
 
 
-def _slots_of(call: KernelCall, ends: torch.Tensor) -> torch.Tensor:
-    """Return the slots of positions from window_starts to ``ends``, sequence after sequence, [n] int64."""
+def _slots_of(
+    call: KernelCall, ends: torch.Tensor, firsts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the slots of the positions from ``firsts`` (window_starts) to ``ends``, sequence after sequence,
+    [n] int64."""
     size, slots = call.block_size, [call.block_table.new_zeros(0)]
-    for row, first, end in zip(call.block_table, _window_starts(call), ends, strict=True):
+    firsts = _window_starts(call) if firsts is None else firsts
+    for row, first, end in zip(call.block_table, firsts, ends, strict=True):
         every = row[:, None] * size + torch.arange(size, device=row.device)
         slots.append(every.flatten()[first:end])
     return torch.cat(slots).long()
+
+
+def _flat(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all tokens, sequence after sequence, each [num_kv_heads, tokens, size].
+
+    A block of zeros follows, as in LMDeploy (lmdeploy/pytorch/backends/cuda/attention/default.py, 0.18.0).
+    """
+    slots = _slots_of(call, call.seq_lens, torch.zeros_like(call.seq_lens))
+    pad = (0, 0, 0, call.block_size)
+    key, value = (
+        torch.nn.functional.pad(one.flatten(0, 1)[slots].transpose(0, 1), pad).contiguous()
+        for one in _flash(call, target)
+    )
+    return key, value
 
 
 def _starts_of(call: KernelCall, ends: torch.Tensor) -> torch.Tensor:
@@ -197,6 +231,8 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "rswa_window": lambda call, target: call.sliding_window,
     # The cache as [num_blocks, block_size, num_kv_heads, size], and lists of the slots of each sequence.
     "flash_cache": _flash,
+    "flat_cache": _flat,  # flat_keys and flat_values, whose sequences begin at flat_starts
+    "flat_starts": lambda call, target: _sums(call.seq_lens).int(),
     "cache_dtype": lambda call, target: paged.format_of(call, target).dtype,
     "slot_mapping": lambda call, target: _slots(call),
     # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
@@ -251,6 +287,8 @@ class Values(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in ("flash_key_cache", "flash_value_cache"):
             found = self["flash_cache"][name == "flash_value_cache"]
+        elif name in ("flat_keys", "flat_values"):
+            found = self["flat_cache"][name == "flat_values"]
         elif name in _BUILTINS:
             found = _BUILTINS[name]
         elif name in _VALUES:

@@ -69,7 +69,7 @@ from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, TRITON_OPS
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
-from attnlab.kernels.binding import bind, finish, lse_of
+from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
 from attnlab.kernels.by_name import ByName, record_of
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import (
@@ -426,7 +426,8 @@ class PluginBackend(Backend):
         arguments = bind(function, call, target)
         if is_measuring():
             note_arguments(argument_facts(function, arguments))
-        returned = function(**arguments)
+        with new_empty_is_scratch():
+            returned = function(**arguments)
         finish(call, target, arguments, returned)
         plan.observed.lse = lse_of(call, target, arguments, returned)
         return None

@@ -86,8 +86,8 @@ class Op:
     - ``contract``: fields of :class:`attnlab.contracts.contract.Contract` that are not the usual ones;
       ``contract_of``: those of single releases.
     - ``rounding``: what it rounds in addition to the usual (:mod:`attnlab.lab.rounding`): ``parts`` and
-      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot; "fp8": it
-      multiplies an FP8 query with the cache as it is.
+      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot, or "always" any;
+      "query": it rounds the scaled query; "fp8": it multiplies an FP8 query with the cache as it is.
     - ``scores``: it computes scores; if not, the lab prepares its inputs, with any mask and ALiBi.
 
     Abilities that no parameter shows:
@@ -103,6 +103,8 @@ class Op:
     - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
       before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
+    - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
     - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
@@ -140,6 +142,8 @@ class Op:
     strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    frees_blocks: bool = True
+    min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False
     split_releases: tuple[str, ...] = RELEASES
@@ -240,6 +244,12 @@ class Op:
     def fill_read(self) -> str:
         """Return the fill policy that writes exactly the tokens that the op reads from the cache."""
         return fill_read(self.new_tokens_from)
+
+    @property
+    def poison(self) -> str:
+        """Return what empty slots hold to show that they are read: "nan", or "garbage", finite numbers, if
+        the op may read slots after a sequence's end, so that NaN there is the caller's fault."""
+        return "nan" if self.contract.get("reads_tail", "nothing") == "nothing" else "garbage"
 
     def contract_at(self, release: str) -> dict[str, Any]:
         """Return the fields of its contract that a release does not have as usual."""

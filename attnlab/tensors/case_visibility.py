@@ -10,7 +10,6 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.masks import CAUSAL, MASKS
-from attnlab.case.ops import PREFILL, WRAPPER
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
@@ -73,8 +72,8 @@ def _masked(case: Case) -> Visibility:
         name: _MADE[how](case) if isinstance(how, str) else how
         for name, how in MASKS[case.mask].states.items()
     }
-    # A window is limited to the right as far as to the left, except in the prefill kernel.
-    has_right = window and "causal" in stated and case.op not in (PREFILL, WRAPPER)
+    # A window is limited to the right as far as to the left, if the op has an argument for it.
+    has_right = window and "causal" in stated and case.spec.parameters("window_right")
     right = window - 1 if has_right else None
     return Visibility(sliding_window=window, window_right=right, **stated)
 

@@ -21,7 +21,7 @@ from acme.arch import is_cdna
 from acme import not_there
 
 UNITS = torch.cuda.get_device_properties(0).multi_processor_count
-assert is_cdna() and UNITS == 1
+assert is_cdna() and UNITS == 16
 
 
 def attention(queries, k_buffer, v_buffer, req_to_token, b_seq_len, sm_scale):

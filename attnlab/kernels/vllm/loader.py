@@ -456,14 +456,17 @@ class _Current:
         return GPUTarget("cuda", 10 * self._capability[0] + self._capability[1], 32)
 
     def get_device_properties(self, device: Any = 0) -> SimpleNamespace:
-        """Return what ops ask of a GPU. It has one multiprocessor: ops that split by it do so the least."""
+        """Return what ops ask of a GPU.
+
+        It has few multiprocessors, so that ops split by it as little as they can: LMDeploy's need several.
+        """
         return SimpleNamespace(
             name=self._platform.name,
             major=self._capability[0],
             minor=self._capability[1],
             gcnArchName=self._platform.name,
             warp_size=64 if self.is_rocm() and not self._is_rdna else 32,
-            multi_processor_count=1,
+            multi_processor_count=16,
         )
 
     @property
