@@ -124,7 +124,8 @@ def main() -> None:
     args = parser.parse_args()
     source = find_source(args.source, package_of(args.library))
     ops = [op.name for op in ops_of(args.library) if OPS[op.name].is_triton]
-    done = []
+    done: list[dict[str, Any]] = []
+    usual: set[tuple[str, str]] = set()
     for op in ops:  # what the check finds without a fault
         file = files_of(source, op)[0]
         sound = {
@@ -135,7 +136,9 @@ def main() -> None:
             "file": file,
             "text": file.read_text(),
         }
-        done.append(outcome(args.library, source, sound, args.cases))
+        found = outcome(args.library, source, sound, None, set())["findings"]
+        usual |= {(one["kind"], one["diagnosis"]) for one in found}
+        print(op, found, file=sys.stderr)
     for fault in planted(source, ops, args.rules, args.seed):
         done.append(outcome(args.library, source, fault, args.cases, usual))
         args.out.write_text(json.dumps(done, indent=1) + "\n")
