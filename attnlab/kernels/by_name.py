@@ -17,7 +17,7 @@ import torch
 
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse, suggestion
-from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES, UNIFIED, Op
+from attnlab.case.ops import RELEASES, UNIFIED, Op
 from attnlab.kernels.binding import known_names
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
@@ -299,6 +299,8 @@ def _window(name: str, window: int, example: Any) -> Any:
 # The record of an op that has none: its parameters get the values that parameters of their names have in the
 # records of all libraries.
 
+# Of a kernel whose source was not read: products and sums in the query's dtype, of up to 64 keys.
+_UNREAD = {"products": "always", "query": True, "terms": 8}
 _LIKE = 0.6  # the part of two ops' parameters that they share if one is a copy of the other
 
 
@@ -308,8 +310,8 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     ``mapping``: expressions by parameter, which win over the names. A name that several records have gets the
     value of the record that shares most parameters with the function. If a record shares enough of them, the
     function is a copy of its op, and has its abilities; otherwise they follow from the arguments. It gets
-    contiguous tensors. Raises InvalidCase for a parameter without a default that has no value, and for a
-    wrong mapping.
+    contiguous tensors, no FP8 cache, and may round more than ops whose source was read. Raises InvalidCase
+    for a parameter without a default that has no value, and for a wrong mapping.
     """
     parameters = inspect.signature(function).parameters
     _check_mapping(made, parameters, mapping)
@@ -336,6 +338,7 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
         raise InvalidCase(f"{text} (expressions in {names})", field="map")
     where = {name: getattr(made, name) for name in ("name", "summary", "library", "module")}
     where |= {"python_name": made.python_name, "backends": made.backends, "arguments": arguments}
+    where |= {"rounding": _UNREAD, "kv_cache_dtypes": ("auto",)}
     if _likeness(ranked[0], parameters) >= _LIKE:
         like = f"{package_of(ranked[0].library).title}'s {ranked[0].name}"
         where["summary"] = f"{made.summary} as those of {like}"
@@ -386,7 +389,5 @@ def _abilities(values: Iterable[str]) -> dict[str, Any]:
         "new_tokens_from": "arguments" if "key" in used else "cache",
         "cache_layout": layout,
         "context": layout is not None,
-        "rounding": {"products": True},
-        "kv_cache_dtypes": KV_CACHE_DTYPES if "k_scale" in used else ("auto",),
         "min_splits": int("splits" in used),
     }

@@ -146,8 +146,12 @@ class Rounding:
         stated = [OPS[name].rounding for name in kernels if name in OPS]
         parts = max([parts, *(one.get("parts", 0) for one in stated)])
         terms = _alone(kernels).get("terms", terms)
-        by_hand = any("products" in one for one in stated) and call.num_queries_per_kv == 1
+        alone = call.num_queries_per_kv == 1
+        by_hand = any(
+            one.get("products") == "always" or ("products" in one and alone) for one in stated
+        )
         products = 1 + (call.query.shape[2] - 1).bit_length() if by_hand else 0
+        products += any("query" in one for one in stated)
         rounding = cls(
             unit=float(info.eps) / 2,
             step=max(float(info.smallest_normal * info.eps), _LEAST),

@@ -76,6 +76,7 @@ class Op:
     - ``neutral``: why a parameter does not change the result. ``index_dtypes``: the dtypes of a tensor of
       integers, if the library does not pass int32 and int64.
     - ``default_splits``: in how many parts the library's caller splits a sequence, if a Case does not say it.
+      ``split_step``: the number of keys of a part is a multiple of it.
     - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
       (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
     - ``left_out``: what the op can but a check does not run, or a caller may not ask for, with the reason.
@@ -85,8 +86,8 @@ class Op:
     - ``contract``: fields of :class:`attnlab.contracts.contract.Contract` that are not the usual ones;
       ``contract_of``: those of single releases.
     - ``rounding``: what it rounds in addition to the usual (:mod:`attnlab.lab.rounding`): ``parts`` and
-      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot; "fp8": it
-      multiplies an FP8 query with the cache as it is.
+      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot, or "always" any;
+      "query": it rounds the scaled query; "fp8": it multiplies an FP8 query with the cache as it is.
     - ``scores``: it computes scores; if not, the lab prepares its inputs, with any mask and ALiBi.
 
     Abilities that no parameter shows:
@@ -124,6 +125,7 @@ class Op:
     neutral: Mapping[str, str] = field(default_factory=dict)
     index_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     default_splits: int = 1
+    split_step: int = 1
     masks: tuple[str, ...] = ()
     adds_bias: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -213,6 +215,11 @@ class Op:
     def alibi(self) -> bool:
         """Answer whether it accepts slopes of ALiBi."""
         return not self.scores or bool(self.parameters("alibi_slopes"))
+
+    @property
+    def splits_decodes(self) -> bool:
+        """Answer whether the op computes the parts of sequences with one new token, and merges them."""
+        return self.num_splits is not None and not self.prefill
 
     @property
     def merges(self) -> bool:

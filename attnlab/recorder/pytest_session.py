@@ -271,7 +271,7 @@ class Session:
             terminalreporter.line(f"attnlab: {error}")
 
     def _why_silent(self) -> list[tuple[str, str]]:
-        """Return a section of one line if a failed test compares tensors or called an op that was left out."""
+        """Return a section of one line for a failed test that compares tensors or calls an op left out."""
         seen = "; ".join(f"{name} ({why})" for name, why in self._capture.left_out.items())
         if not seen and not self._comparisons.has_failed:
             return []

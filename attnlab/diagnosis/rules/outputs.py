@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -85,8 +85,7 @@ class MergeRule:
         for name, one in _merge_memory(problem.call, problem).items():
             rule = self.rule if name == self.rule.tensor else OWN
             address = rule.address(one.terms, features_of_rows(problem), _sizes(problem, one))
-            stored, inside = one.read(address)
-            read[name] = torch.where(inside, stored.double(), 0.0)
+            read[name] = one.read(address).double()
         lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
         parts = [read["prefix_output"], read["suffix_output"]]
         if self.kind in _WEIGHTS_ADDED:
@@ -361,15 +360,15 @@ def _read(problem: Problem, values: torch.Tensor, bound: torch.Tensor) -> Iterat
     memory = {name: TensorMemory.of(getattr(parts, name), LSE_TERMS) for name in _LSES}
     features = _features(problem)
     right = {
-        name: one.read(OWN.address(one.terms, features, dict(one.strides)))[0].double()
+        name: one.read(OWN.address(one.terms, features, dict(one.strides))).double()
         for name, one in memory.items()
     }
     merged = torch.logaddexp(*right.values())
     for name, one in memory.items():
         factors = dict(one.strides) | sizes_of(problem.call)
         for rule in rules_of(name, one, factors):
-            stored, inside = one.read(rule.address(one.terms, features, factors))
-            read = torch.where(inside, stored.double(), 0.0).expand(values.shape)
+            read = one.read(rule.address(one.terms, features, factors)).double()
+            read = read.expand(values.shape)
             found = torch.logaddexp(*(right | {name: read}).values())
             for part in parts_of(problem):
                 given = torch.where(rows_of(problem, part)[:, None], found, merged)
@@ -451,18 +450,17 @@ class ScratchRule:
     def _through(
         self, memory: TensorMemory, numbers: torch.Tensor, rule: AddressRule, problem: Problem
     ) -> torch.Tensor:
-        """Return what is read after numbers were stored; outside of the tensor, 0 is read."""
+        """Return what is read after numbers were stored."""
         features = _scratch_features(problem, numbers.shape)
         sizes = dict(memory.strides) | sizes_of(problem.call)
         to, at = (
-            (one.address(memory.terms, features, sizes) + memory.base).expand(numbers.shape)
+            one.address(memory.terms, features, sizes).expand(numbers.shape)
             for one in ((rule, OWN) if self.stored else (OWN, rule))
         )
-        flat = memory.flat.clone()
+        flat, to = memory.flat.clone(), to + memory.base
         inside = (to >= 0) & (to < len(flat)) & ~numbers.isnan()
         flat[to[inside]] = numbers[inside]
-        is_in = (at >= 0) & (at < len(flat))
-        return torch.where(is_in, flat[at.clamp(0, len(flat) - 1)], 0.0)
+        return replace(memory, flat=flat).read(at)
 
 
 def scratch_defects(problem: Problem) -> list[Defect]:

@@ -463,6 +463,14 @@ class Memory:
         return f"{away} bytes after the end of {self._names[i]}"
 
 
+def number_outside(dtype: torch.dtype) -> float:
+    """Return what a load of a dtype gets outside of all tensors; of one byte, its bits as a number."""
+    number = _OUTSIDE.get()
+    if dtype == torch.bfloat16 and not math.isnan(number):
+        return torch.tensor(int(number), dtype=torch.int16).view(dtype).item()
+    return number if dtype.is_floating_point or not math.isnan(number) else 1
+
+
 def values_outside(values: Any, asked: Any, inside: Any) -> Any:
     """Return loaded values with those outside of all tensors replaced, if :func:`other_outside` asks for it.
 

@@ -20,7 +20,11 @@ OP = Op(
     neutral={"max_seq_len": PATH},
     left_out={"scales per token": "attnlab passes them to vLLM's op alone"},
     contract={"serves": "decode"},
-    rounding={"products": True},
+    rounding={
+        "products": True,
+        "query": True,
+        "terms": 8,
+    },  # it adds the weights of a page in their dtype
     new_tokens_from="cache",
     cache_layout="flash",
     strided=False,
