@@ -71,6 +71,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
 from attnlab.kernels.by_name import ByName, record_of
+from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
     VARIABLE,
@@ -82,6 +83,7 @@ from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
 from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
+from attnlab.kernels.vllm.op_arguments import argument_facts
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import Op, ops_of
 from attnlab.tensors.call import KernelCall
@@ -288,12 +290,13 @@ class PluginBackend(Backend):
             return load_kernel(f"{beside}:{op.function}")
         if self.source is None:
             return _of_module(op.module, op.function)
+        place = (op.module, op.function, is_measuring())
         if platform is not None:
-            return _of_source(self.source, platform, op.module, op.function)
+            return _of_source(self.source, platform, *place)
         try:
-            return _of_source(self.source, PLATFORMS["sm_90"], op.module, op.function)
+            return _of_source(self.source, PLATFORMS["sm_90"], *place)
         except Unavailable:  # of modules for AMD's GPUs alone
-            return _of_source(self.source, PLATFORMS["gfx942"], op.module, op.function)
+            return _of_source(self.source, PLATFORMS["gfx942"], *place)
 
     @property
     def file(self) -> str | None:
@@ -421,6 +424,8 @@ class PluginBackend(Backend):
             return self.kernel(call)
         function = self._function(OPS[call.op], target.platform)
         arguments = bind(function, call, target)
+        if is_measuring():
+            note_arguments(argument_facts(function, arguments))
         with new_empty_is_scratch():
             returned = function(**arguments)
         finish(call, target, arguments, returned)
@@ -451,11 +456,14 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 
 @lru_cache(maxsize=16)
 def _of_source(
-    source: Source, platform: Platform, module: str, function: str
+    source: Source, platform: Platform, module: str, function: str, is_marked: bool
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported, with the lab's Triton."""
+    """Return a function of a package that is not imported, with the lab's Triton.
+
+    ``is_marked``: its functions record what runs (:mod:`attnlab.kernels.triton.coverage`).
+    """
     stubs = package_stubs(source.package, platform, interpreted_triton())
-    found = getattr(Loader(source, stubs).load(module), function, None)
+    found = getattr(Loader(source, stubs, is_marked).load(module), function, None)
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")
     return found  # type: ignore[no-any-return]
