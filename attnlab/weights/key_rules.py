@@ -250,13 +250,14 @@ def partitions(
         ("context", "new") if cached and bool((setup.cached < setup.seq_len).any()) else ("all",)
     )
     op, stated = setup.call.spec, setup.call.num_splits
-    parts = (op.default_splits if op.num_splits else 0) if stated is None else stated
+    parts = op.default_splits if stated is None else stated
+    step = op.split_step or setup.call.block_size
     longest = int(setup.seq_len.max())
     for only in which:
         for tile in tiles:
             for loop in loops:
                 yield Partition(tile, loop=loop, only=only)
-        for tile in ((op.split_step,) if op.splits_decodes else tiles) if parts > 1 else ():
+        for tile in ((step,) if op.splits_decodes else tiles) if parts > 1 else ():
             if longest > parts * tile:  # else they are the tiles
                 yield Partition(tile, parts=parts, only=only)
 

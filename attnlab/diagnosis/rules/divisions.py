@@ -259,7 +259,7 @@ def divisions(problem: Problem) -> Iterator[Division]:
         for size in dict.fromkeys((*_SPLIT_TILES, *sizes)) if count > 1 else ():
             yield Division(
                 f"{count} splits with tiles of {size}",
-                _splits(count, size, call.spec.split_step),
+                _splits(count, size, call.spec.split_step or call.block_size),
                 merge="running",
                 slots=count,
                 text_of_parts=text_of_parts,

@@ -17,6 +17,8 @@ OP = Op(
         **QUANTISED,
     },
     result="returned",
+    default_splits=4,  # the fewest of _get_split_k, with the multiprocessors of attnlab's simulated GPU
+    split_step=None,
     left_out={
         **LEFT_OUT,
         "several query tokens per sequence": "they see each other, as blocks of a diffusion model do",
