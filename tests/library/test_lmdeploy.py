@@ -12,6 +12,8 @@ from attnlab.case.ops import OPS
 from attnlab.checker.check import check
 from attnlab.checker.hostile import hostile_cases
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.confirmation import with_leaks
+from attnlab.diagnosis.reruns import find_dependence
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
 from attnlab.lab.lab import Lab
@@ -187,3 +189,14 @@ def test_what_a_record_leaves_out_is_named():
     names = " ".join((*OPS[DECODE].left_out, *OPS[PREFILL].left_out))
     for name in ("INT4", "INT8", "TurboQuant", "block_sparse_size", "flatten_kv_cache"):
         assert name in names
+
+
+@needs_triton
+def test_nan_after_the_end_of_a_sequence_is_no_evidence(tmp_path):
+    """It changes right outputs, too."""
+    one = case(DECODE, empty_slots="zeros")
+    lab = Lab(source=lmdeploy(tmp_path))
+    is_wrong = torch.zeros(2, dtype=torch.bool)
+    assert bool(lab.output(one.replace(empty_slots="nan")).isnan().any())
+    assert len(find_dependence(lab.output, one, lab.output(one), is_wrong).on_slots) == 0
+    assert with_leaks(one, one).empty_slots == "garbage"
