@@ -83,7 +83,7 @@ from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
 from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
-from attnlab.kernels.vllm.op_arguments import argument_facts
+from attnlab.kernels.vllm.op_arguments import argument_facts, parameters_of, pass_argument
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import Op, ops_of
 from attnlab.tensors.call import KernelCall
@@ -395,7 +395,7 @@ class PluginBackend(Backend):
         on_cpu = OnCpu() if is_simulated else contextlib.nullcontext()
         try:
             with launching(plan), interpreting(), contained(), on_cpu:
-                returned = self._call(call, target, plan)
+                returned = self._call(call, target, plan, options.argument_of)
         except AttnLabError:
             raise
         except torch.AcceleratorError as error:
@@ -418,12 +418,19 @@ class PluginBackend(Backend):
         is_traced = options.trace_reads and bool(plan.observed.launches)
         return RunOutput(log=plan.observed, is_traced=is_traced)
 
-    def _call(self, call: KernelCall, target: Target, plan: LaunchPlan) -> Any:
-        """Run the function, or the op of the call as its record states; return what a function returned."""
+    def _call(
+        self, call: KernelCall, target: Target, plan: LaunchPlan, argument_of: Case | None
+    ) -> Any:
+        """Run the function, or the op of the call as its record states; return what a function returned.
+
+        ``argument_of``: the Case whose op argument is passed, or None.
+        """
         if not self.records:
             return self.kernel(call)
         function = self._function(OPS[call.op], target.platform)
         arguments = bind(function, call, target)
+        if argument_of is not None:
+            arguments = pass_argument(argument_of, arguments, parameters_of(function)).arguments
         if is_measuring():
             note_arguments(argument_facts(function, arguments))
         with new_empty_is_scratch():

@@ -243,7 +243,8 @@ class _Part:
             higher = higher.clamp(min=0.0)
         subtracted = step.weight_minus * higher
         if step.of_tile and scores.shape[-1]:
-            subtracted = scores.amax(-1, keepdim=True)
+            # Most rows do not visit a tile in which no key is seen; one that does becomes NaN.
+            subtracted = scores.amax(-1, keepdim=True).clamp(min=_LOWEST)
         exps = _exp(scores - subtracted, step.weight)
         before = torch.ones_like(self.total) if step.sum_is_one else self.total
         scale = _exp(self.maximum - step.sum_minus * higher, step.rescale_sum)
