@@ -301,9 +301,33 @@ def _check_cache(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findin
     place = errors.places()[0]
     has_owner = place.seq < len(case.lengths.query_lens)
     where = f"sequence {place.seq}, position {place.token}" if has_owner else f"a {_NO_OWNER}"
-    text = f"{errors.mismatched} elements differ, first in {where}"
+    text = (
+        f"{errors.mismatched} elements differ, first in {where}{_misplaced(lab, case, run.output)}"
+    )
     layout = _layout_at_fault(lab, backend, case)
     return _finding(case, "wrong_bytes", text, layout or ("own slot" if has_owner else _NO_OWNER))
+
+
+def _misplaced(lab: Lab, case: Case, output: torch.Tensor) -> str:
+    """Return where a cache write put the first token that is missing in its slot, as text, or ""."""
+    table, size = lab.call(case).block_table.long(), case.block_size
+    found, right = (
+        one.contiguous().view(torch.uint8).flatten(1) for one in (output, lab.reference(case))
+    )
+    wrong = (found != right).any(1)
+    lens = zip(case.lengths.query_lens, case.lengths.seq_lens, strict=True)
+    for seq, (query_len, seq_len) in enumerate(lens):
+        slots = (table[seq][:, None] * size + torch.arange(size)).flatten()
+        for position in range(seq_len - query_len, seq_len):
+            there = (found == right[slots[position]]).all(1) & wrong
+            if bool(wrong[slots[position]]) and bool(there.any()):
+                slot = int(there.nonzero()[0])
+                own = (slots == slot).nonzero().flatten().tolist()
+                where = (
+                    f"of its position {own[0]}" if own else f"{slot % size} of block {slot // size}"
+                )
+                return f"; position {position} of sequence {seq} was written to slot {where}"
+    return ""
 
 
 def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
