@@ -53,6 +53,7 @@ from attnlab.case.errors import (
     DeviceLost,
     InvalidCase,
     KernelFailed,
+    KernelRejected,
     Unavailable,
     Unsupported,
 )
@@ -81,6 +82,7 @@ from attnlab.kernels.triton.interpreter import (
 )
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
+from attnlab.kernels.vllm.backend import is_stated, one_line
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
 from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
 from attnlab.kernels.vllm.op_arguments import argument_facts, parameters_of, pass_argument
@@ -343,6 +345,10 @@ class PluginBackend(Backend):
     def flags(self) -> tuple[str, ...]:
         return () if self.path is None else ("--source", str(self.path))
 
+    @property
+    def states_limits(self) -> bool:
+        return self.source is not None
+
     def check_features(self, case: Case) -> None:
         if self.source is not None:
             check_case(self.source, case)
@@ -408,6 +414,8 @@ class PluginBackend(Backend):
                     f"{self.name} launches a Triton kernel, which {NO_INTERPRETER}"
                 ) from error
             source = self.source
+            if source is not None and is_stated(error, source):
+                raise KernelRejected(one_line(error)) from error
             file = self.file if source is None else str(source.op_file(call.spec.module))
             raise KernelFailed(text_of(error, file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):

@@ -76,6 +76,7 @@ class Op:
     - ``neutral``: why a parameter does not change the result. ``index_dtypes``: the dtypes of a tensor of
       integers, if the library does not pass int32 and int64.
     - ``default_splits``: in how many parts the library's caller splits a sequence, if a Case does not say it.
+      ``own_splits``: the numbers that the op chooses among, if no argument states it.
       ``split_step``: the number of keys of a part is a multiple of it; None is the block size.
     - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
       (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
@@ -125,6 +126,7 @@ class Op:
     neutral: Mapping[str, str] = field(default_factory=dict)
     index_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     default_splits: int = 1
+    own_splits: tuple[int, ...] = ()
     split_step: int | None = 1
     masks: tuple[str, ...] = ()
     adds_bias: bool = True
@@ -216,10 +218,14 @@ class Op:
         """Answer whether it accepts slopes of ALiBi."""
         return not self.scores or bool(self.parameters("alibi_slopes"))
 
+    def split_counts(self, stated: int | None = None) -> tuple[int, ...]:
+        """Return in how many parts the op may split a sequence; ``stated``: what a call states."""
+        return self.own_splits or (self.default_splits,) if stated is None else (stated,)
+
     @property
     def splits_decodes(self) -> bool:
         """Answer whether the op computes the parts of sequences with one new token, and merges them."""
-        return self.default_splits > 1 and not self.prefill
+        return max(self.split_counts()) > 1 and not self.prefill
 
     @property
     def merges(self) -> bool:

@@ -1,6 +1,7 @@
 """Rules about which keys count: missing, extra, counted twice, or only in the denominator."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -249,16 +250,16 @@ def partitions(
     loops = (
         ("context", "new") if cached and bool((setup.cached < setup.seq_len).any()) else ("all",)
     )
-    op, stated = setup.call.spec, setup.call.num_splits
-    parts = op.default_splits if stated is None else stated
+    op = setup.call.spec
+    counts = op.split_counts(setup.call.num_splits)
     step = op.split_step or setup.call.block_size
     longest = int(setup.seq_len.max())
     for only in which:
         for tile in tiles:
             for loop in loops:
                 yield Partition(tile, loop=loop, only=only)
-        for tile in ((step,) if op.splits_decodes else tiles) if parts > 1 else ():
-            if longest > parts * tile:  # else they are the tiles
+        for parts, tile in itertools.product(counts, (step,) if op.splits_decodes else tiles):
+            if parts > 1 and longest > parts * tile:  # else they are the tiles
                 yield Partition(tile, parts=parts, only=only)
 
 

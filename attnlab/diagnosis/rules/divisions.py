@@ -253,8 +253,7 @@ def divisions(problem: Problem) -> Iterator[Division]:
                 text_of_parts=text,
                 visited=visited,
             )
-    if call.spec.splits_decodes:
-        count = call.spec.default_splits if call.num_splits is None else call.num_splits
+    for count in call.spec.split_counts(call.num_splits) if call.spec.splits_decodes else ():
         text_of_parts = f"{count} splits"
         for size in dict.fromkeys((*_SPLIT_TILES, *sizes)) if count > 1 else ():
             yield Division(

@@ -17,7 +17,11 @@ OP = Op(
         **QUANTISED,
     },
     result="returned",
-    default_splits=4,  # the fewest of _get_split_k, with the multiprocessors of attnlab's simulated GPU
+    own_splits=(
+        4,
+        8,
+        16,
+    ),  # of _get_split_k, with the 16 multiprocessors of attnlab's simulated GPU
     split_step=None,
     left_out={
         **LEFT_OUT,
