@@ -12,6 +12,8 @@ from attnlab.case.ops import OPS
 from attnlab.checker.check import check
 from attnlab.checker.hostile import hostile_cases
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.confirmation import with_leaks
+from attnlab.diagnosis.reruns import find_dependence
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
 from attnlab.lab.lab import Lab
@@ -120,11 +122,13 @@ def case(op: str, **fields) -> Case:
 def test_the_ops_are_right_and_planted_faults_are_found(tmp_path):
     """A window that is one key too wide, and a write that is one slot too late."""
     run = {"library": "lmdeploy", "engine": "local:1"}
-    right = check(source=lmdeploy(tmp_path / "a"), cases=12, **run)
-    assert (right.cases_run, right.findings) == (36, [])
+    right = check(source=lmdeploy(tmp_path / "a"), cases=6, **run)
+    assert (right.cases_run, right.findings) == (18, [])
     wrong = lmdeploy(tmp_path / "b", window=" - 1", fill=" - (j == 1)")
-    found = check(source=wrong, cases=8, **run).findings
+    found = check(source=wrong, cases=4, **run).findings
     by_op = {one.op: one.diagnosis for one in found}
+    (evidence,) = (one.evidence for one in found if one.op == FILL)
+    assert evidence.endswith("1 token is 1 slot before the slot in slot_mapping")
     assert by_op.keys() == {DECODE, PREFILL, FILL}
     assert by_op[DECODE] == by_op[PREFILL] == "window_plus_one"
 
@@ -187,3 +191,14 @@ def test_what_a_record_leaves_out_is_named():
     names = " ".join((*OPS[DECODE].left_out, *OPS[PREFILL].left_out))
     for name in ("INT4", "INT8", "TurboQuant", "block_sparse_size", "flatten_kv_cache"):
         assert name in names
+
+
+@needs_triton
+def test_nan_after_the_end_of_a_sequence_is_no_evidence(tmp_path):
+    """It changes right outputs, too."""
+    one = case(DECODE, empty_slots="zeros")
+    lab = Lab(source=lmdeploy(tmp_path))
+    is_wrong = torch.zeros(2, dtype=torch.bool)
+    assert bool(lab.output(one.replace(empty_slots="nan")).isnan().any())
+    assert len(find_dependence(lab.output, one, lab.output(one), is_wrong).on_slots) == 0
+    assert with_leaks(one, one).empty_slots == "garbage"
