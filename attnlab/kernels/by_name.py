@@ -198,7 +198,7 @@ class ByName:
         example = self.example.get(name, parameters[name].default)
         field_name = self._field(name, parameters)
         if field_name == "sliding_window":
-            return _window(name, call.sliding_window, example)
+            return _window(name, call, example)
         if field_name is None:
             if name in SIZES:
                 return SIZES[name](call)
@@ -276,8 +276,12 @@ def _formed(value: Any, example: Any, *, at: int = 0) -> Any:
     return value
 
 
-def _window(name: str, window: int, example: Any) -> Any:
-    """Return a window in the form that an argument has: a number of keys, keys to the left, or both sides."""
+def _window(name: str, call: KernelCall, example: Any) -> Any:
+    """Return a window in the form that an argument has: a number of keys, keys to the left, or both sides.
+
+    What stands for no window is the example. A function without one gets a number of keys that hides none.
+    """
+    window = call.sliding_window
     if name == "window_left":
         return window - 1
     if isinstance(example, tuple | list):
@@ -285,4 +289,7 @@ def _window(name: str, window: int, example: Any) -> Any:
         return type(example)((window - 1, right))
     if name == "window_size":
         return (window - 1, 0) if window else (-1, -1)
-    return window or (None if example is None else 0)
+    if window:
+        return window
+    is_none = example is None or (isinstance(example, int) and example <= 0)
+    return example if is_none else max(1, int(call.seq_lens.max()))
