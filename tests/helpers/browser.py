@@ -11,9 +11,9 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # What is wrong with the layout: a page that scrolls to the side; text below 12 pixels; text whose contrast
 # with what lies under it is below 4.5 to 1, by WCAG; text over other text that nothing opaque covers.
-PROBLEMS = """() => {
+PROBLEMS = """(within) => {
   const root = document.documentElement, found = new Set();
-  const beyond = root.scrollWidth - root.clientWidth;
+  const beyond = within ? 0 : root.scrollWidth - root.clientWidth;
   if (beyond > 0) found.add(`the page scrolls ${beyond} pixels to the side`);
   const channels = text => {
     const numbers = (text.match(/[\\d.]+/g) || []).map(Number);
@@ -40,7 +40,8 @@ PROBLEMS = """() => {
     }
     return {left, top, right, bottom};
   };
-  const boxes = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const top = within ? document.querySelector(within) : document.body;
+  const boxes = [], walker = document.createTreeWalker(top, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const text = walker.currentNode, node = text.parentElement, words = text.data.trim().slice(0, 40);
     if (!words || !node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;

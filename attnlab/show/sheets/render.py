@@ -38,13 +38,13 @@ _MOST_FOLDED = 200  # rows
 _STYLE = """<style>
 .attnlab-sheet.attnlab-sheet { margin: .3em 0 }
 .attnlab-sheet.attnlab-sheet div { margin: .3em 0 }
-.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0; font-size: .92em }
+.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0; font-size: max(.92em, 12px) }
 .attnlab-sheet.attnlab-sheet :is(th, td) { text-align: left; vertical-align: top; border: 0;
   padding: .2em .9em .2em .3em; max-width: 44em; white-space: normal; overflow-wrap: break-word }
 .attnlab-sheet.attnlab-sheet tbody th { font-weight: normal; opacity: .8; white-space: nowrap }
 .attnlab-sheet.attnlab-sheet .n { text-align: right; font-variant-numeric: tabular-nums }
 .attnlab-sheet.attnlab-sheet .c { font-family: var(--jp-code-font-family, ui-monospace, monospace);
-  font-size: .95em; overflow-wrap: anywhere }
+  font-size: max(.95em, 12px); overflow-wrap: anywhere }
 .attnlab-sheet.attnlab-sheet summary { cursor: pointer; opacity: .8 }
 .attnlab-sheet.attnlab-sheet svg { height: 12px; max-width: none }
 [data-jp-theme-light="true"] .attnlab-sheet { --attnlab-good: #1a7f37; --attnlab-bad: #cf222e;
