@@ -314,6 +314,8 @@ def _check_layout(case: CaseQuantities) -> None:
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
+    if case.kv_layout != "contiguous" and not case.spec.strided:
+        refuse("kv_layout", f"contiguous with {case.op}", case.kv_layout)
     # In x-split caches the heads precede the slots anyway; decode_attention_fwd states "Assume (...,
     # PAGE_SIZE, NUM_HEADS, HEAD_DIM)" where it takes the strides (triton_decode_attention.py).
     if case.kv_layout == "HND" and not case.spec.hnd:
@@ -392,6 +394,11 @@ def _check_op(case: CaseQuantities) -> None:
         refuse("ctx_lens", allowed, case.lengths.ctx_lens)
     if case.sliding_window and not op.sliding_window:
         refuse("sliding_window", f"0 with {case.op}", case.sliding_window)
+    if 0 < case.sliding_window < op.min_window:
+        allowed = f"0 or at least {op.min_window} with {case.op}"
+        refuse("sliding_window", allowed, case.sliding_window)
+    if case.freed != "kept" and not op.frees_blocks:
+        refuse("freed", f"kept with {case.op}, whose caller removes freed blocks", case.freed)
     if case.alibi and not op.alibi:
         refuse("alibi", f"false with {case.op}", case.alibi)
     if case.sinks and not op.sinks:

@@ -5,6 +5,7 @@ command-line text, ``text`` writes it. The first two raise :class:`~attnlab.case
 one line that names the field, what is allowed and what was given.
 """
 
+import ast
 import dataclasses
 import difflib
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from attnlab.case.errors import InvalidCase
+from attnlab.library.op import Package, libraries, package_of, package_of_module
 
 # Suggest the allowed value that a wrong one was probably meant to be.
 
@@ -174,6 +176,7 @@ class OneOf:
 ENTRY_POINT = re.compile(r"plugin:[\w.-]+")
 MODULE_FUNCTION = re.compile(r"(?!plugin:)(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _FILE_FUNCTION = re.compile(r"[^\n]+\.py:[^\W\d]\w*")
+_MAPPED = re.compile(r"([^\n]+?:[^\W\d]\w*)\((.*)\)")
 
 
 @dataclass(frozen=True)
@@ -206,10 +209,28 @@ class BackendName(OneOf):
         return super().check(name, value)
 
 
+def split_mapping(backend: str) -> tuple[str, dict[str, str] | None]:
+    """Return the name of a user's kernel without the values of its parameters, and these by parameter.
+
+    "acme:attention(queries=query)" is ("acme:attention", {"queries": "query"}). The values are expressions as
+    in the record of an op. None without parentheses. Raises InvalidCase for other text in them.
+    """
+    match = _MAPPED.fullmatch(backend)
+    if match is None:
+        return backend, None
+    try:
+        call = ast.parse(f"f({match[2]})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not all(one.arg for one in call.keywords):
+            raise SyntaxError
+    except SyntaxError:
+        refuse("map", "their_name=expression, separated by commas", match[2])
+    return match[1], {str(one.arg): ast.unparse(one.value) for one in call.keywords}
+
+
 def is_plugin(backend: str) -> bool:
     """Return whether the name of a backend has the form of a user's kernel."""
-    forms = (ENTRY_POINT, MODULE_FUNCTION, _FILE_FUNCTION)
-    return any(form.fullmatch(backend) for form in forms)
+    forms, name = (MODULE_FUNCTION, _FILE_FUNCTION), split_mapping(backend)[0]
+    return bool(ENTRY_POINT.fullmatch(backend)) or any(form.fullmatch(name) for form in forms)
 
 
 def library_of(backend: str) -> str | None:
@@ -220,14 +241,29 @@ def library_of(backend: str) -> str | None:
     return name if kind == "library" else None
 
 
+def package_of_backend(backend: str) -> Package | None:
+    """Return the package whose source a backend runs; that of "MODULE:FUNCTION(…)" has no record.
+
+    Raises InvalidCase for a library that attnlab has no records of.
+    """
+    if (library := library_of(backend)) is not None:
+        if library not in libraries():
+            refuse("library", f"one of {', '.join(libraries())}", library)
+        return package_of(library)
+    name, mapping = split_mapping(backend)
+    is_module = mapping is not None and MODULE_FUNCTION.fullmatch(name)
+    return package_of_module(name.partition(":")[0]) if is_module else None
+
+
 def names_file(backend: str) -> bool:
     """Return whether the name of a user's kernel is not one of a module or an entry point."""
-    return not (ENTRY_POINT.fullmatch(backend) or MODULE_FUNCTION.fullmatch(backend))
+    name = split_mapping(backend)[0]
+    return not (ENTRY_POINT.fullmatch(name) or MODULE_FUNCTION.fullmatch(name))
 
 
 def check_plugin_file(backend: str) -> Path:
     """Return the file of "FILE.py:FUNCTION". Raises InvalidCase if it does not exist."""
-    path = Path(backend.rpartition(":")[0]).expanduser()
+    path = Path(split_mapping(backend)[0].rpartition(":")[0]).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise InvalidCase(
             f"backend must be FILE.py:FUNCTION of a file that exists, got {backend!r}",

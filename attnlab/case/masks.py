@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attnlab.case.fields import FieldType, Int, Lens, Maybe, Table
-from attnlab.case.ops import ENCODER, PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER, OPS, PREFILL, UNIFIED, WRAPPER
 
 CAUSAL = "causal"
 _NEW = ("0.33.0",)
@@ -23,7 +23,8 @@ class Mask:
     - ``summary``: what a row sees. ``states``: the fields of a KernelCall that state it, each with its value,
       or the name of what :mod:`attnlab.tensors.case_visibility` makes of a Case. An op has the mask if its
       record has arguments for them; ``inside``: names that the op's source must have, too.
-    - ``ops``: the releases whose op has these arguments, by the op's name.
+    - ``ops``: the releases of vLLM whose op has these arguments, by the op's name. The records of other
+      libraries state their masks.
     - ``needs_window``: sliding_window must be above 0. ``sees_beyond_window``: rows see keys before it.
     - ``data``: the field of a Case with the mask's data.
     """
@@ -39,7 +40,11 @@ class Mask:
 
     def is_in(self, op: str, release: str) -> bool:
         """Answer whether an op of a release has the mask; every op is causal."""
-        return self.name == CAUSAL or release in self.ops.get(op, ())
+        return self.name == CAUSAL or release in self.ops.get(op, ()) or self.name in OPS[op].masks
+
+    def is_of(self, op: str) -> bool:
+        """Answer whether an op has the mask in some release."""
+        return op in self.ops or self.name in OPS[op].masks
 
 
 _ALL = (

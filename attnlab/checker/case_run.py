@@ -42,7 +42,6 @@ from attnlab.diagnosis.rules.search import find_rule, is_general
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.cuda.backend import CudaBackend, source_files
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result
 from attnlab.weights.conclude import xray
@@ -161,9 +160,8 @@ _OF_VERDICTS = (
 
 def source_digest(backend: Backend) -> str:
     """Return a digest of the sources of a backend's kernels; "" for the lab's models."""
-    if isinstance(backend, VllmBackend):
-        root = backend.source.root
-        folders = (root / name for name in backend.source.ops_folders)
+    if (source := backend.op_source) is not None:
+        root, folders = source.root, (source.root / name for name in source.ops_folders)
         return _digest(root, (file for folder in folders for file in folder.glob("*.py")))
     if isinstance(backend, CudaBackend):
         return _digest(backend.source.root, source_files(backend.source.root))

@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Int, Number, check_plugin_file, is_plugin, names_file, refuse
-from attnlab.case.ops import RELEASES
+from attnlab.case.fields import (
+    Int,
+    Number,
+    check_plugin_file,
+    is_plugin,
+    names_file,
+    package_of_backend,
+    refuse,
+)
+from attnlab.case.ops import OPS, RELEASES
 from attnlab.library.op import libraries, package_of
 
 if TYPE_CHECKING:
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.task import Engine
 
+_PLATFORM = "sm_90"
 _CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
 _MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
 _SHORT_S = 10.0  # models that take less run in this process
@@ -32,7 +41,7 @@ def check(
     release: str = RELEASES[-1],
     device: str = "cpu",
     ops: Sequence[str] | None = None,
-    platform: str = "sm_90",
+    platform: str | None = None,
     cases: int | None = None,
     seconds: float | None = None,
     case_seconds: float | None = None,
@@ -50,11 +59,13 @@ def check(
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
 
-    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
+    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; an op without a record, "MODULE:FUNCTION(…)",
+      also of ``source``; or ``source``: a vLLM wheel, sdist or
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
     - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
+    - ``platform``: what is modelled; None is sm_90, or the first one that the ops have.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
       given: after that time no other case starts, and ``not_run`` of the report has those that are left.
@@ -105,7 +116,7 @@ def check(
     plan = Plan(
         backend=backend,
         ops=tuple(chosen),
-        platform=platform,
+        platform=platform or _usual_platform(chosen),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
@@ -140,7 +151,7 @@ def release_plan(
     releases: "Sequence[Release]",
     *,
     ops: Sequence[str] | None = None,
-    platform: str = "sm_90",
+    platform: str | None = None,
     cases: int | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
@@ -158,15 +169,25 @@ def release_plan(
 
     limit_s = _CASE_SECONDS[releases[0].backend.device] if case_seconds is None else case_seconds
     known = releases[0].backend.ops
+    for op in ops or ():
+        if op not in known:
+            refuse("op", f"one of {', '.join(known)}", op)
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),
-        platform=platform,
+        platform=platform or _usual_platform(known),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
         horizon=horizon,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
+
+
+def _usual_platform(ops: Sequence[str]) -> str:
+    """Return the platform that is modelled if none is given: sm_90, or the first one that the ops have."""
+    return (
+        _PLATFORM if any(not OPS[op].platforms for op in ops) else (OPS[ops[0]].platforms or ())[0]
     )
 
 
@@ -207,7 +228,7 @@ def backend_of(
     if csrc:
         return find_backend("cuda", source)
     if kernel is not None:
-        return find_backend(kernel)
+        return find_backend(kernel, source)
     if library != "vllm":
         return find_backend(f"library:{library}", source)
     if source is not None or installed:
@@ -231,7 +252,9 @@ def check_library_flags(
     Coverage needs Triton kernels under the interpreter: the models are none, and natively no Python line of a
     kernel runs.
     """
-    if sum((kernel is not None, source is not None, installed)) > 1:
+    package = None if kernel is None else package_of_backend(kernel)
+    has_kernel = kernel is not None and package is None
+    if sum((has_kernel, source is not None, installed)) > 1:
         raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
     _check_library(library, kernel is not None or csrc or device != "cpu")
     is_source = source is not None or installed or library != "vllm"
@@ -244,10 +267,10 @@ def check_library_flags(
             refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
         if names_file(kernel):
             check_plugin_file(kernel)
-    elif source is not None:
+    if source is not None:
         from attnlab.kernels.vllm.source import find_source
 
-        find_source(source, package_of(library))
+        find_source(source, package or package_of(library))
     field_type("release").check("release", release)
     if coverage and (csrc or (kernel is None and not is_source)):
         raise InvalidCase(
@@ -270,14 +293,15 @@ def _check_library(library: str, is_vllm: bool) -> None:
 
 def check_conditions(
     *,
-    platform: str,
+    platform: str | None,
     cases: int | None = None,
     seconds: float | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
 ) -> None:
     """Raise InvalidCase for a condition of :func:`check` that is not allowed, without importing torch."""
-    field_type("platform").check("platform", platform)
+    if platform is not None:
+        field_type("platform").check("platform", platform)
     if cases is not None:
         Int(1).check("cases", cases)
     for name, value in (("seconds", seconds), ("case_seconds", case_seconds)):

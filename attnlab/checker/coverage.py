@@ -13,7 +13,6 @@ from attnlab.case.ops import OPS, WRAPPER
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.triton.coverage import Points
-from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.features import Function, file_kernels, op_functions
 
 # Parts of vLLM's ops that no hostile case reaches, each with its reason.
@@ -349,8 +348,8 @@ class OpCoverage:
 
 def functions_of(backend: Backend, op: str) -> list[dict[str, Any]]:
     """Return the functions whose coverage is measured, as JSON-able values; none for the models."""
-    if isinstance(backend, VllmBackend):
-        return [one.to_dict(backend.source.root) for one in op_functions(backend.source, op)]
+    if (source := backend.op_source) is not None:
+        return [one.to_dict(source.root) for one in op_functions(source, op)]
     if isinstance(backend, PluginBackend) and backend.file is not None:
         return [one.to_dict(_root(backend)) for one in file_kernels(Path(backend.file).resolve())]
     return []
@@ -367,7 +366,7 @@ def relative_points(backend: Backend, points: Mapping[str, Points]) -> dict[str,
 
 
 def _root(backend: Backend) -> Path:
-    return backend.source.root if isinstance(backend, VllmBackend) else Path.cwd()
+    return Path.cwd() if backend.op_source is None else backend.op_source.root
 
 
 def op_coverage(

@@ -16,7 +16,6 @@ from attnlab.checker.finding import BEYOND, HORIZON, Finding
 from attnlab.horizon.deployment import PRESETS, Deployment
 from attnlab.horizon.survey import Row, Survey, survey
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.vllm.backend import VllmBackend
 
 GPU_MEMORY = 288  # GB, as in _WORDS of a finding
 COST_S = 1.5  # of an op, in the units of costs.json
@@ -34,8 +33,8 @@ _WORDS = {
 
 
 def has_horizons(backend: Backend) -> bool:
-    """Answer whether the ops of a backend are Triton kernels that the interpreter runs from a source."""
-    return isinstance(backend, VllmBackend) and backend.device == "cpu"
+    """Answer whether the launches of a backend's kernels are described: those of vLLM, on the interpreter."""
+    return backend.name == "vllm" and backend.is_interpreted
 
 
 @functools.cache
@@ -65,13 +64,14 @@ def horizon_verdict(backend: Backend, case: Case, ops: Sequence[str]) -> dict[st
 
     ``ops``: those of :func:`ops_with_files`.
     """
-    assert isinstance(backend, VllmBackend)
+    source = backend.op_source
+    assert source is not None
     verdict: dict[str, Any] = {"ran": True, "findings": [], "unsupported": "", "not_run": ""}
     verdict |= {"reads": None, "allowed": None, "kernels": [], "points": {}, "arguments": {}}
     try:
         found = survey(
-            backend.source.root,
-            files=[backend.source.op_file(OPS[op].module) for op in ops],
+            source.root,
+            files=[source.op_file(OPS[op].module) for op in ops],
             deployment=deployment_of(case.op),
             is_assuming=False,
             sizes=_SIZES,

@@ -25,7 +25,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import MERGE, OPS, PREFILL, UNIFIED, WRAPPER, Op
+from attnlab.case.ops import OPS, PREFILL, UNIFIED, WRAPPER, Op
 from attnlab.checker.variants import ARGUMENT_VARIANTS, LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.cache_folder import private_folder, writing
@@ -338,7 +338,7 @@ _BLOCK = Edges(frozenset({16}), frozenset({16}))  # of ops whose launches have n
 
 def edges(backend: Backend, cases: Iterable[Case]) -> Edges:
     """Return the edges of the launches of some Cases."""
-    if backend.name != "vllm" or backend.device != "cpu":
+    if not backend.is_interpreted:
         return _USUAL
     found = Edges()
     for case in cases:
@@ -506,11 +506,10 @@ def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random
     The others exercise what Triton's interpreter runs alone.
     """
     names = _EVERYWHERE | ({"op_argument"} if backend.name == "vllm" else set())
-    is_interpreted = backend.name == "vllm" and backend.device == "cpu"
     for variant in ARGUMENT_VARIANTS:
         fields = set(variant.fields)
         is_everywhere = names & fields or fields >= {"alibi", "sliding_window"}
-        if not variant.is_for(op) or not (is_interpreted or is_everywhere):
+        if not variant.is_for(op) or not (backend.is_interpreted or is_everywhere):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
@@ -544,7 +543,7 @@ def hostile_design(backend: Backend, op: str, platform: str) -> Design:
     if OPS[op].num_splits:
         plain.append(plain[0].replace(num_splits=_SPLITS[-1]))
     values = values_of(op, lengths_knob(op, edges(backend, plain)))
-    if backend.name != "vllm" or backend.device != "cpu":
+    if not backend.is_interpreted:
         return find_design(values, make)
     lab = Lab(source=backend.path, device="cpu")
     return find_design(values, make, lambda case: _call_op(lab, case)[1])
@@ -586,6 +585,7 @@ def _make_case(
 ) -> Case:
     """Return the Case of some changed fields; raise InvalidCase if they do not fit."""
     _check_supported(backend, op, changes)
+    _check_sizes(op, {**DEFAULTS, **changes})
     fields: dict[str, Any] = {
         "op": op,
         "backend": backend.name,
@@ -594,21 +594,22 @@ def _make_case(
         "seed": seed,
         **DEFAULTS,
         **changes,
+        "empty_slots": OPS[op].poison,
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
     if not OPS[op].context:
         fields["query_lens"] = tuple(map(sum, zip(*(fields[n] for n in _LENS), strict=True)))
         fields["ctx_lens"] = (0,) * len(fields["query_lens"])
-    if op == MERGE:  # each row is a program of its own, so that a few are enough
+    if OPS[op].merges:  # each row is a program of its own, so that a few are enough
         fields["query_lens"] = tuple(min(n, _MOST_ROWS) for n in fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
         fields["stage"] = "sound"
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    if not backend.has_splits(op):
-        fields["num_splits"] = None
-    elif fields.get("num_splits") is not None:
+    has = {"sm_scale": backend.has_scale(op), "num_splits": backend.has_splits(op)}
+    fields |= {name: None for name, is_there in has.items() if not is_there}
+    if fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
     if op == UNIFIED and fields.get("num_splits"):
         fields |= _short_rows(fields, longest_split(backend))
@@ -617,6 +618,15 @@ def _make_case(
     if isinstance(backend, VllmBackend) and backend.device == "cuda":
         check_fp8_format(case)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
+
+
+def _check_sizes(op: str, fields: Mapping[str, Any]) -> None:
+    """Raise InvalidCase for a size that the op's contract excludes."""
+    for name in ("block_size", "head_size"):
+        allowed = OPS[op].contract.get(f"{name}s")
+        if allowed and fields[name] not in allowed:
+            text = f"{name} must be one of {', '.join(map(str, allowed))} with {op}"
+            raise InvalidCase(f"{text}, got {fields[name]}", field=name)
 
 
 def _short_rows(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -662,7 +672,7 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
     # "Sinks arg is not supported with alibi" (context_attention_fwd); vLLM's ops say so themselves
     if has_sinks_and_alibi and not OPS[op].sinks_with_alibi and backend.name != "vllm":
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
-    if op == MERGE and changes.get("kv_layout", "contiguous") != "contiguous":
+    if OPS[op].merges and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")
 
 

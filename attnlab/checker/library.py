@@ -20,7 +20,6 @@ from attnlab.diagnosis.location.repair_check import with_confirmation
 from attnlab.diagnosis.location.trials import Limit
 from attnlab.kernels.backend import Backend, OnStep, ignore_step
 from attnlab.kernels.plugin import NO_INTERPRETER
-from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.lab.lab import Lab
 from attnlab.tasks.run import Remaining, TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
@@ -235,8 +234,8 @@ def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
 
 
 def _relative(line: KernelLine, backend: Backend) -> KernelLine:
-    """Return a line with its file relative to the root of a vLLM, or to the current folder."""
-    path = Path(line.file)
-    if isinstance(backend, VllmBackend) and path.is_relative_to(backend.source.root):
-        return dataclasses.replace(line, file=path.relative_to(backend.source.root).as_posix())
+    """Return a line with its file relative to the root of a source, or to the current folder."""
+    path, source = Path(line.file), backend.op_source
+    if source is not None and path.is_relative_to(source.root):
+        return dataclasses.replace(line, file=path.relative_to(source.root).as_posix())
     return dataclasses.replace(line, file=Path(os.path.relpath(path)).as_posix())

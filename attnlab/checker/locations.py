@@ -11,7 +11,6 @@ from attnlab.case.errors import AttnLabError
 from attnlab.case.ops import OPS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.vllm.backend import VllmBackend
 
 # As RunLog writes it: "prefix_prefill.py:123 reads …" and "prefix_prefill.py:123 multiplies in int32: …".
 _EVIDENCE = re.compile(r"(?:^| )([\w.-]+\.py):(\d+)\b")
@@ -58,12 +57,12 @@ def location_of(op: str, evidence: str, ops: dict[str, Location]) -> Location | 
 
 def _located(backend: Backend, op: str) -> tuple[Path, str, str] | None:
     """Return the file of an op, its name in reports, and the name of the function."""
-    if isinstance(backend, VllmBackend):
+    if (source := backend.op_source) is not None:
         try:
-            path = backend.source.op_file(OPS[op].module)
+            path = source.op_file(OPS[op].module)
         except AttnLabError:  # the release does not have the op
             return None
-        return path, path.relative_to(backend.source.root).as_posix(), OPS[op].function
+        return path, path.relative_to(source.root).as_posix(), OPS[op].function
     if isinstance(backend, PluginBackend) and backend.file is not None:
         path = Path(backend.file)
         return path, Path(os.path.relpath(path)).as_posix(), backend.kernel.__name__

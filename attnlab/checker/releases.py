@@ -1,4 +1,4 @@
-"""Check many releases of vLLM in one run."""
+"""Check many releases of vLLM, or of another library, in one run."""
 
 import ast
 import contextlib
@@ -33,8 +33,10 @@ from attnlab.checker.plan import (
     shrink_task,
 )
 from attnlab.checker.report import NotRun
-from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import Source
+from attnlab.library.op import package_of
 from attnlab.tasks.run import TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
 from attnlab.tasks.task import DONE, Engine, Outcome, Stop, Task, never
@@ -52,13 +54,24 @@ class Release:
     """A release: its ``version`` and the backend that runs its ops."""
 
     version: str
-    backend: VllmBackend
+    backend: Backend
+
+    @property
+    def source(self) -> Source:
+        """Return the source of the release."""
+        assert self.backend.op_source is not None
+        return self.backend.op_source
+
+    def on(self, device: str) -> Backend:
+        """Return the backend with the ops of the release on a device."""
+        return find_backend(self.backend.name, self.source.path, device)
 
 
-def releases_of(paths: Mapping[str, Path], device: str) -> list[Release]:
+def releases_of(paths: Mapping[str, Path], device: str, library: str = "vllm") -> list[Release]:
     """Return the releases at some paths, which are given by version, with their ops on a device."""
+    name = library if library == "vllm" else f"library:{library}"
     return [
-        Release(version=version, backend=VllmBackend(path=path, requested_device=device))
+        Release(version=version, backend=find_backend(name, path, device))
         for version, path in paths.items()
     ]
 
@@ -84,7 +97,7 @@ class ReleasePlan:
         for release in self.releases:
             found[release.version] = {}
             for op in self.ops:
-                digest = op_digest(release.backend.source, op)
+                digest = op_digest(release.source, op)
                 if digest is not None:
                     owner = first.setdefault((op, digest), release.version)
                     found[release.version][op] = owner
@@ -124,9 +137,7 @@ class ReleasePlan:
     def job(self, device: str | None = None) -> CheckJob:
         """Return the job that runs all of the plan's tasks; ``device``: another one than that of the plan."""
         libraries = {
-            one.version: one.backend
-            if device is None
-            else VllmBackend(path=one.backend.path, requested_device=device)
+            one.version: one.backend if device is None else one.on(device)
             for one in self.releases
             if one.version in self.plans
         }
@@ -136,7 +147,7 @@ class ReleasePlan:
         """Return the header of a store: everything that the verdicts depend on, without paths."""
         keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
         digests = {
-            release.version: {op: op_digest(release.backend.source, op) for op in self.ops}
+            release.version: {op: op_digest(release.source, op) for op in self.ops}
             for release in self.releases
         }
         return {
@@ -375,7 +386,7 @@ def why_no_verdict(outcome: Outcome) -> str:
     return str(outcome.verdict["not_run"] or outcome.verdict["unsupported"] or VIOLATES)
 
 
-# ReleaseTable: which release of vLLM has which fault.
+# ReleaseTable: which release has which fault.
 
 FINDING, SOUND, OTHER = "finding", "sound", "other fault"
 ABSENT, NOT_RUN = "absent", "not run"
@@ -510,6 +521,12 @@ class ReleaseTable(Shown):
     faults: list[Fault] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     left_out: list[NotRun] = field(default_factory=list)
+
+    @property
+    def library(self) -> str:
+        """Return the library whose releases these are."""
+        names = (OPS[op].library for ops in self.ops.values() for op in ops)
+        return package_of(next(names, "vllm")).title
 
     @property
     def exit_code(self) -> int:

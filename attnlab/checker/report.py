@@ -15,7 +15,11 @@ from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, is_case, shrin
 from attnlab.tasks.store import Header
 from attnlab.tasks.task import DONE, Task
 
-NOT_COVERED = ("output scales; scales per token and head; bidirectional masks",)
+# What no case of a check has, by the field that is the usual one in all of them.
+NOT_COVERED = {
+    "op_argument": "output scales; scales per token and head",
+    "mask": "bidirectional masks",
+}
 _STOPPED = "the check was stopped before"
 _READS = "slot reads, which are traced only of Triton kernels under the lab's interpreter"
 
@@ -172,7 +176,7 @@ def build_report(
             *_limits(tasks, outcomes, header["options"]["ops"], reads),
             *library.get("not_applicable", ()),
             *library["blind_spots"],
-            *([] if _passes_arguments(tasks) else NOT_COVERED),
+            *(text for field, text in NOT_COVERED.items() if not _sets(tasks, field)),
         ],
     )
 
@@ -245,9 +249,9 @@ def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict
     return found
 
 
-def _passes_arguments(tasks: Sequence[Task]) -> bool:
-    """Answer whether cases pass the op arguments that masks, scales and formats need."""
-    return any("op_argument" in task.payload["case"] for task in tasks)
+def _sets(tasks: Sequence[Task], field: str) -> bool:
+    """Answer whether a case sets a field to another value than the usual one."""
+    return any(field in task.payload["case"] for task in tasks)
 
 
 def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mapping[str, Any], str]]:
@@ -261,11 +265,12 @@ def _limits(
     tasks: Sequence[Task], outcomes: Outcomes, ops: Sequence[str], reads: Mapping[str, Any]
 ) -> list[str]:
     """Return the limits that kernels state, each once, and the ops whose reads were not traced."""
-    found = []
+    found = list[str]()
     for op in ops:
         texts = [v["unsupported"] for v, of in _verdicts(tasks, outcomes) if of == op]
         found += [f"{op}: {text}" for text in dict.fromkeys(texts) if text]
-        found += [] if op in reads else [f"{op}: {_READS}"]
+        has_tasks = any(_op(task) == op for task in tasks)
+        found += [f"{op}: {_READS}"] if has_tasks and op not in reads else []
     return found
 
 

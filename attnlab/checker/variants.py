@@ -332,6 +332,13 @@ VALUE_VARIANTS = (
         "Values near the limit of FP8, and their products with the scale near that of float16.",
         _scoring,
     ),
+    Variant(
+        {
+            **{"query_lens": (3, 1), "ctx_lens": (130, 70), "distribution": "normal"},
+            **{"alibi": True, "num_heads": 8, "sm_scale": 2.0},
+        },
+        "ALiBi hides the keys with the largest scores: a maximum without the bias makes weights underflow.",
+    ),
 )
 
 

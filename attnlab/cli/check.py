@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.flags import flag
-from attnlab.case.ops import OPS, RELEASES
+from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
 from attnlab.cli.command import Command, notice, notice_rules, progress
@@ -22,7 +23,6 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
-from attnlab.library.op import libraries
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -66,12 +66,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(library, "--source PATH", "a vLLM or another --library: a wheel, an sdist or a checkout")
     flag(library, "--installed", "the vLLM that is installed")
-    flag(
-        library,
-        "--library",
-        "the library that --source is, or that is installed (default: %(default)s)",
-        choices=libraries(),
-        default="vllm",
+    command.add_library(
+        library, "the library that --source is, or that is installed (default: %(default)s)"
     )
     flag(
         library,
@@ -86,11 +82,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         library,
-        "--op",
-        "check this op; repeatable (default: all)",
+        "--op OP",
+        "check this op; repeatable (default: all); of --source also PACKAGE.MODULE:FUNCTION, an op that no "
+        "record knows, whose arguments are bound by their names",
         action="append",
-        choices=tuple(OPS),
     )
+    command.add_map_flag(library)
     add_conditions(parser.add_argument_group("how to check it"))
     add_scaling(parser.add_argument_group("where to run it"))
     _add_files(parser.add_argument_group("files to write"))
@@ -109,8 +106,7 @@ def add_conditions(group: Any) -> None:
     flag(
         group,
         "--platform PLATFORM",
-        "the platform that is modelled (default: %(default)s)",
-        default="sm_90",
+        "the platform that is modelled (default: sm_90, or the first one that the ops have)",
     )
     flag(
         group,
@@ -211,6 +207,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     from attnlab.checker.finding import read_known
 
     command.check_share_flags(args)
+    for op in args.op or ():
+        field_type("op").check("op", op)
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
     if args.report is not None and (args.csrc or not (args.source or args.installed)):
@@ -234,7 +232,8 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
     _check_flags(args)
     backend = backend_of(**_library(args))
-    if args.source is not None and args.library == "vllm":
+    command.notice_binding(backend)
+    if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
 
         notice_rules(find_source(args.source))

@@ -14,15 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import check_plugin_file, difference, is_plugin, library_of, names_file
-from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.case.fields import (
+    check_plugin_file,
+    difference,
+    is_plugin,
+    names_file,
+    package_of_backend,
+    refuse,
+    split_mapping,
+)
+from attnlab.case.flags import add_case_flags, add_source_flag, case_of, flag
+from attnlab.case.ops import OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
 from attnlab.case.shown import Shown, json_value
+from attnlab.library.op import libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from attnlab.kernels.backend import Backend
     from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
@@ -313,13 +324,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
-    from_scratch = not (args.test_id or args.case or args.field_op)
+    is_call = getattr(args, "call", None) is not None
+    from_scratch = not (args.test_id or args.case or args.field_op or is_call)
     if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
         if names_file(args.field_backend):
             check_plugin_file(args.field_backend)
-        from attnlab.kernels.plugin import PluginBackend
+        from attnlab.kernels import find_backend
 
-        args.field_op = PluginBackend(spec=args.field_backend).op
+        backend = find_backend(args.field_backend, getattr(args, "source", None))
+        notice_binding(backend)
+        args.field_op = backend.ops[0]
     return with_platform(args, case_of(args))[0]
 
 
@@ -346,6 +360,61 @@ def add_kernel_flag(group: Any) -> None:
     )
 
 
+def add_library(group: Any, text: str = "the library (default: %(default)s)") -> None:
+    """Add --library."""
+    flag(group, "--library", text, choices=libraries(), default="vllm")
+
+
+def add_map_flag(group: Any, *, has_call: bool = False) -> None:
+    """Add --map; ``has_call``: to a command that reads calls in other formats, which it also names."""
+    of_call = (
+        "; without such an op, FIELD=KEY,…: the key of each field in a dict of tensors, for example "
+        "query=q,key_cache=k; numbers are values"
+    )
+    group.add_argument(
+        "--map",
+        action="append",
+        metavar="NAME=EXPRESSION",
+        help="with --op MODULE:FUNCTION: the value of a parameter whose name no record has, as in the record "
+        f"of an op; repeatable{of_call if has_call else ''}",
+    )
+
+
+def take_foreign_op(args: argparse.Namespace) -> None:
+    """Let --op MODULE:FUNCTION, an op that no record knows, name the backend of a command with --map.
+
+    With --source FILE.py, or a folder that has MODULE.py, it is a function of that file. ``call_op``, or --op
+    of a command without a Case, is then the op that describes a call. Raises InvalidCase for a wrong --map.
+    """
+    args.call_op = None
+    key = "field_op" if hasattr(args, "field_op") else "op"
+    given = getattr(args, key, None) or []
+    ops = given if isinstance(given, list) else [given]
+    if not hasattr(args, "map") or not any(":" in op for op in ops):
+        return
+    if len(ops) > 1:
+        raise InvalidCase("op MODULE:FUNCTION must be the only op", field="op")
+    setattr(args, key, None)
+    module, _, function = ops[0].partition(":")
+    source = args.source[0] if isinstance(args.source, list) and args.source else args.source
+    file = None if not source else Path(source).expanduser()
+    if file is not None and file.is_dir() and "." not in module:
+        file /= f"{module}.py"
+    if file is not None and file.suffix == ".py" and file.is_file():
+        if file.stem != module:
+            refuse("op", f"{file.stem}:FUNCTION with source {file}", ops[0])
+        module, args.source = str(file), [] if isinstance(args.source, list) else None
+    backend, args.map = f"{module}:{function}({', '.join(args.map or ())})", None
+    if not is_plugin(backend):
+        refuse("op", "an op, or PACKAGE.MODULE:FUNCTION", ops[0])
+    place = next(name for name in ("field_backend", "backend", "kernel") if hasattr(args, name))
+    setattr(args, place, [backend] if isinstance(getattr(args, place), list) else backend)
+    if getattr(args, "call", None) is not None:
+        from attnlab.kernels import find_backend
+
+        setattr(args, "call_op" if key == "field_op" else key, find_backend(backend, source).ops[0])
+
+
 def case_with_runner(args: argparse.Namespace) -> Case:
     """Return the Case of the flags of a command with --call and --kernel; --source alone runs a call."""
     if args.kernel is not None:
@@ -365,18 +434,17 @@ def case_with_source(args: argparse.Namespace) -> Case:
     if args.source is not None and args.field_backend is None and case.backend == "model":
         case = case.replace(backend="vllm")
     args.field_backend = case.backend if args.source is not None else args.field_backend
-    library = library_of(case.backend)
-    if args.source is not None and library is None:
+    package = package_of_backend(case.backend)
+    if args.source is not None and package is None:
         raise InvalidCase(
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
             field="source",
         )
-    if args.source is not None and library is not None:
+    if args.source is not None and package is not None:
         from attnlab.kernels.vllm.source import find_source, source_path
-        from attnlab.library.op import package_of
 
-        args.source = source_path(str(args.source))
-        find_source(args.source, package_of(library))
+        args.source = source_path(str(args.source), package)
+        find_source(args.source, package)
     return case
 
 
@@ -386,6 +454,14 @@ def notice_rules(source: "Source") -> None:
         notice(f"vLLM {source.version} is run with the rules of {source.rules}{text}")
 
 
+def notice_binding(backend: "Backend") -> None:
+    """Print how the arguments of an op without a record are bound."""
+    if split_mapping(backend.name)[1] is not None:
+        op = OPS[backend.ops[0]]
+        bound = ", ".join(f"{name}={text}" for name, text in op.arguments.items())
+        notice(f"{op.summary}: {bound}")
+
+
 def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
     """Return a Lab with the source and the device of the flags.
 
@@ -393,7 +469,8 @@ def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
     """
     from attnlab.lab.lab import Lab
 
-    is_vllm = library_of(args.field_backend or "vllm") == "vllm"
+    package = package_of_backend(args.field_backend or "vllm")
+    is_vllm = package is not None and package.name == "vllm"
     if args.source is not None and is_vllm:
         from attnlab.kernels.vllm.source import find_source
 

@@ -39,12 +39,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--kernel or --backend) for reruns, varied calls, an X-ray and source lines",
     )
     command.add_kernel_flag(group)
-    group.add_argument(
-        "--map",
-        metavar="FIELD=KEY,…",
-        help="the key of each field in a dict of tensors, for example query=q,key_cache=k; numbers are "
-        "values",
-    )
+    command.add_map_flag(group, has_call=True)
     group.add_argument(
         "--no-location",
         action="store_true",
@@ -79,7 +74,7 @@ def _of_call(
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names, read_call
 
-    names = None if args.map is None else parse_names(args.map)
+    names = None if args.map is None else parse_names(",".join(args.map))
     call = read_call(args.call, names, op=op)
     if args.kernel == ORIGIN:
         runner: Backend | None = backend_of_origin(call, args.device)
@@ -120,7 +115,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
 
 
 def _run(args: argparse.Namespace) -> int:
-    op = args.field_op
+    op = args.field_op or args.call_op
     command.check_share_flags(args)
     case = command.case_with_runner(args)
     if args.call is not None and args.output_file is not None:

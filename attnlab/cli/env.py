@@ -8,8 +8,10 @@ from typing import Any
 
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
+from attnlab.case.fields import refuse
 from attnlab.case.flags import flag
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import Command, add_library, print_json, progress, show
+from attnlab.library.op import package_of
 
 _PACKAGES = ("torch", "triton", "numpy")
 
@@ -126,15 +128,19 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "download only the Python files of the attention ops (1 MB), if the package index supports "
         "range requests, and print their folder",
     )
+    add_library(parser)
 
 
 def _fetch(args: argparse.Namespace) -> int:
     from attnlab.kernels.vllm.source import fetch, fetch_ops, fetch_sdist, find_source
 
-    download = fetch_ops if args.ops else fetch_sdist if args.sdist else fetch
-    with progress(f"downloading vLLM {args.release}"):
-        path = download(args.release)
-        source = find_source(path)
+    package = package_of(args.library)
+    if args.sdist and args.library != "vllm":
+        refuse("library", "vllm with sdist", args.library)
+    download = fetch_ops if args.ops else fetch
+    with progress(f"downloading {package.title} {args.release}"):
+        path = fetch_sdist(args.release) if args.sdist else download(args.release, package)
+        source = find_source(path, package)
     if args.json:
         print_json({"version": source.version, "path": str(path), "ops": str(source.root)})
     else:
@@ -144,9 +150,12 @@ def _fetch(args: argparse.Namespace) -> int:
 
 FETCH_COMMAND = Command(
     name="fetch",
-    purpose="Download a release of vLLM with pip, for --source, and print its path.",
+    purpose="Download a release of vLLM, or of another library, with pip, for --source; print its path.",
     arguments="VERSION",
-    examples=("attnlab run --backend vllm --source $(attnlab fetch 0.33.0)",),
+    examples=(
+        "attnlab run --backend vllm --source $(attnlab fetch 0.33.0)",
+        "attnlab check --library sglang --source $(attnlab fetch --library sglang --ops 0.5.23)",
+    ),
     exit_codes="0 downloaded, now or earlier",
     add_flags=_add_flags,
     run=_fetch,

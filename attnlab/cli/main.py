@@ -36,7 +36,7 @@ from attnlab.cli import (
     run,
     xray,
 )
-from attnlab.cli.command import Command
+from attnlab.cli.command import Command, take_foreign_op
 
 # What the user holds, and the commands for it; the first ones are in the text of a bare "attnlab".
 GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
@@ -142,6 +142,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     if sys.stdout is None:
         raise OSError("standard output is closed")
+    take_foreign_op(args)
     with named_extra(f"attnlab {args.name}"):
         code: int = args.command(args)
     return code

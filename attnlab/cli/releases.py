@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.flags import flag
-from attnlab.case.ops import TRITON_OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.cli.check import add_conditions, check_run_flags, step_text
-from attnlab.cli.command import Command, notice, print_json, progress, show
+from attnlab.cli.command import Command, add_library, notice, print_json, progress, show
 from attnlab.cli.sharded import add_scaling
+from attnlab.library.op import Package, package_of
 from attnlab.tasks.interrupts import interruptible
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         parser,
-        "--op",
+        "--op OP",
         "check this op; repeatable (default: all)",
         action="append",
-        choices=TRITON_OPS,
     )
+    add_library(parser)
     add_conditions(parser.add_argument_group("how to check them"))
     place = parser.add_argument_group("where to run it")
     add_scaling(place)
@@ -84,6 +84,8 @@ def _run(args: argparse.Namespace) -> int:
     check_run_flags(args)
     if args.native and args.device != "cpu":
         refuse("device", "cpu with native", args.device)
+    if args.library != "vllm" and (args.native or args.device != "cpu"):
+        refuse("library", "vllm with native or device cuda", args.library)
     found = _of_folder(args) if args.sources is not None else _of_index(args)
     if args.out is not None:
         from attnlab.tasks.store import check_can_store
@@ -97,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
 
     shard = Shard.parse(args.shard)
     plan = release_plan(
-        releases_of(found, args.device),
+        releases_of(found, args.device, args.library),
         ops=args.op,
         platform=args.platform,
         cases=args.cases,
@@ -183,30 +185,30 @@ def _of_index(args: argparse.Namespace) -> dict[str, Path]:
         raise InvalidCase(
             "releases must be FIRST..LAST, or --sources must be given", field="releases"
         )
-    return ops_of_releases(args.releases)
+    return ops_of_releases(args.releases, package_of(args.library))
 
 
-def ops_of_releases(text: str) -> dict[str, Path]:
+def ops_of_releases(text: str, package: Package) -> dict[str, Path]:
     """Return the folders of the releases FIRST..LAST, or of one, the oldest first; download their ops."""
     from attnlab.kernels.vllm.source import fetch_ops, releases_between
 
     first, last = _ends(text)
-    versions = releases_between(first, last)
+    versions = releases_between(first, last, package)
     found = {}
     with progress("downloading the ops") as on_step:
         for i, version in enumerate(versions):
             on_step(f"downloading the ops of {version}", i, len(versions))
-            found[version] = fetch_ops(version)
+            found[version] = fetch_ops(version, package)
     return found
 
 
 def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
-    """Return the vLLMs in the folder --sources, by version."""
+    """Return the releases in the folder --sources, by version."""
     from attnlab.kernels.vllm.source import order
 
     if not args.sources.is_dir():
         refuse("sources", "a folder that exists", str(args.sources))
-    found = sources_in(args.sources)
+    found = sources_in(args.sources, package_of(args.library))
     if args.releases is not None:
         first, last = _ends(args.releases)
         for version in (first, last):
@@ -216,10 +218,10 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
     return {version: found[version] for version in sorted(found, key=order)}
 
 
-def sources_in(folder: Path) -> dict[str, Path]:
-    """Return the vLLMs in a folder, by version; print what else is in it.
+def sources_in(folder: Path, package: Package) -> dict[str, Path]:
+    """Return the releases of a package in a folder, by version; print what else is in it.
 
-    Raises InvalidCase for an archive that is not a vLLM, a release that is there twice, and no release.
+    Raises InvalidCase for an archive of another package, a release that is there twice, and no release.
     """
     from attnlab.kernels.vllm.source import find_source
 
@@ -227,7 +229,7 @@ def sources_in(folder: Path) -> dict[str, Path]:
     strays = []
     for path in sorted(folder.iterdir()):
         try:
-            version = find_source(path).version
+            version = find_source(path, package).version
         except InvalidCase:
             if path.name.endswith(_ARCHIVES):
                 raise
@@ -240,9 +242,9 @@ def sources_in(folder: Path) -> dict[str, Path]:
             raise InvalidCase(text, field="sources")
         found[version] = path
     if not found:
-        refuse("sources", "a folder with releases of vLLM", str(folder))
+        refuse("sources", f"a folder with releases of {package.title}", str(folder))
     if strays:
-        notice(f"left out of {folder}, because it is not a vLLM: {', '.join(strays)}")
+        notice(f"left out of {folder}, because it is not a {package.title}: {', '.join(strays)}")
     return found
 
 
@@ -261,12 +263,13 @@ def _ends(text: str) -> tuple[str, str]:
 
 COMMAND = Command(
     name="releases",
-    purpose="Check many releases of vLLM, and show which release has which fault.",
+    purpose="Check many releases of vLLM, or of another library, and show which has which fault.",
     arguments="[FIRST..LAST]",
     examples=(
         "attnlab releases 0.9.0..0.33.0 --out store --page releases.html",
         "attnlab releases 0.20.0..0.33.0 --op unified_attention --cases 8",
         "attnlab releases 0.9.0..0.33.0 --shard 2/4 --out shard-2",
+        "attnlab releases --library sglang 0.5.9..0.5.23",
     ),
     exit_codes=CODES,
     add_flags=_add_flags,

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.fields import Number, refuse
+from attnlab.case.fields import Number, package_of_backend, refuse
 from attnlab.case.flags import flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
 from attnlab.cli import command
 from attnlab.cli.command import Command, notice, print_json, progress, put, show
 from attnlab.cli.releases import ops_of_releases
+from attnlab.library.op import package_of
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -43,7 +44,7 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
         metavar="CALL",
         help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
     )
-    flag(call, "--map FIELD=KEY,…", "the key of each field in a dict of tensors")
+    command.add_map_flag(call, has_call=True)
     flag(call, "--op OP", "the op that describes the call")
     flag(
         call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"
@@ -92,7 +93,7 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
 
     from attnlab.recorder.dumps import parse_names, read_call
 
-    names = None if args.map is None else parse_names(args.map)
+    names = None if args.map is None else parse_names(",".join(args.map))
     return read_call(args.call, names, op=args.op), case, given
 
 
@@ -133,7 +134,9 @@ def _targets(args: argparse.Namespace) -> "list[Runner]":
 
     check_input_path(args.call)
     if args.releases is not None:
-        args.source = [*args.source, *ops_of_releases(args.releases)]
+        named = (package_of_backend(name) for name in args.backend)
+        package = next((one for one in named if one is not None), package_of("vllm"))
+        args.source = [*args.source, *ops_of_releases(args.releases, package)]
     return runners(args.source, args.backend, args.device)
 
 

@@ -212,6 +212,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "example empty_slots=garbage; repeatable",
         action="append",
     )
+    command.add_map_flag(group)
     command.add_flags(parser)
 
 

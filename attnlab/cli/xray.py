@@ -29,6 +29,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "the release and the backend are used",
     )
     command.add_kernel_flag(group)
+    command.add_map_flag(group)
     flag(
         group,
         "--limit-s S",
@@ -126,7 +127,7 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
                 for name in ("platform", "release")
                 if getattr(args, f"field_{name}") is not None
             ]
-            call = read_call(args.call)
+            call = read_call(args.call, op=args.call_op)
             is_origin = args.kernel == ORIGIN
             if args.field_backend is None and case.backend == "model" and not is_origin:
                 raise InvalidCase(NO_RUNNER, field="backend")

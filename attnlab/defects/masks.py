@@ -288,7 +288,8 @@ def _has_chunks(problem: Problem) -> bool:
 
 
 def _has_tree(problem: Problem) -> bool:
-    return problem.call.visibility.qq_bias is not None
+    bias = problem.call.visibility.qq_bias
+    return bias is not None and bias.dim() == 2
 
 
 def _lookback(at: Rows, more: int) -> AttentionInputs:

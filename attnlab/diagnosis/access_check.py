@@ -95,18 +95,8 @@ def claim_of_facts(found: Sequence[AccessFacts]) -> AccessClaim | None:
     """Return what is true of a wrong output and of others, or None; the first is the one to describe.
 
     Statements that concern all wrong rows are best, then two that do so together, then those that concern
-    some rows of each wrong output. If none is true of single sequences, those about several are stated.
+    some rows of each wrong output.
     """
-    several = [one for one in found if one.num_seqs > 1]
-    claim = _claim_of(found)
-    if claim is not None or len(several) == len(found) or found[0].num_seqs < 2:
-        return claim
-    claim = _claim_of(several)
-    return None if claim is None else dataclasses.replace(claim, several=True)
-
-
-def _claim_of(found: Sequence[AccessFacts]) -> AccessClaim | None:
-    """Return what is true of a wrong output and of others, or None."""
     wrong = [one for one in found if bool(one.is_wrong.any())]
     cases = len(wrong) - 1
     if cases < 1:
@@ -125,8 +115,7 @@ def _claim_of(found: Sequence[AccessFacts]) -> AccessClaim | None:
 
 def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
     """Return statements about the accesses of a Case; none if the Case cannot run."""
-    num_seqs = len(case.lengths.query_lens)
-    none = AccessFacts(places={}, is_wrong=torch.zeros(0, 0, dtype=torch.bool), num_seqs=num_seqs)
+    none = AccessFacts(places={}, is_wrong=torch.zeros(0, 0, dtype=torch.bool))
     try:
         traced = case.replace(trace_reads=True, output_init="recycled")
         ran = run(traced)
@@ -145,7 +134,7 @@ def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
     for name, cells in found:
         whole = cells.expand_as(wrong)
         places[name] = places[name] | whole if name in places else whole
-    return AccessFacts(places=places, is_wrong=wrong, num_seqs=num_seqs)
+    return AccessFacts(places=places, is_wrong=wrong)
 
 
 _Found = tuple[

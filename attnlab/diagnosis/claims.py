@@ -501,12 +501,10 @@ class AccessFacts:
 
     - ``places``: for each statement, the rows and heads that it concerns, [num_tokens, num_heads] bool.
     - ``is_wrong``: the wrong rows and heads, of the same shape; empty if the Case cannot run.
-    - ``num_seqs``: the number of sequences.
     """
 
     places: Mapping[str, torch.Tensor]
     is_wrong: torch.Tensor
-    num_seqs: int
 
     def covers(self, *facts: str) -> bool:
         """Answer whether each wrong row and head is a place of at least one of the statements."""
@@ -533,7 +531,6 @@ class AccessClaim(Claim):
     - ``facts``: in every case, each concerns every wrong row and head.
     - ``either``: in every case, each wrong row and head is concerned by at least one of these.
     - ``some``: in every case with a wrong output, each concerns some rows.
-    - ``several``: it is about batches of several sequences.
 
     None is true of a case with a right output, except that programs may store different numbers to the same
     elements and leave the right one there.
@@ -542,7 +539,6 @@ class AccessClaim(Claim):
     facts: tuple[str, ...] = ()
     either: tuple[str, ...] = ()
     some: tuple[str, ...] = ()
-    several: bool = False
 
     @property
     def is_unwritten(self) -> bool:
@@ -552,15 +548,12 @@ class AccessClaim(Claim):
     @property
     def said(self) -> str:
         """Return the claim in words."""
-        said = "; ".join((*self.facts, *self.some))
         if self.either:
-            said = f"of each wrong row, one of these is true: {'; '.join(self.either)}"
-        return f"in batches of several sequences, {said}" if self.several else said
+            return f"of each wrong row, one of these is true: {'; '.join(self.either)}"
+        return "; ".join((*self.facts, *self.some))
 
     def holds_in(self, found: AccessFacts) -> bool:
         """Answer whether the claim is true of another case."""
-        if self.several and found.num_seqs < 2:
-            return True
         if found.refuted & {*self.facts, *self.either, *self.some}:
             return False
         if not bool(found.is_wrong.any()):

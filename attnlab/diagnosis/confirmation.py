@@ -105,7 +105,7 @@ def with_leaks(other: Case, case: Case) -> Case:
 
     Finite numbers times 0 would not show what leaks.
     """
-    return other.replace(empty_slots="nan", freed=case.freed)
+    return other.replace(empty_slots=case.spec.poison, freed=case.freed)
 
 
 def _with_cases(

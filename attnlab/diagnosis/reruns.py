@@ -249,17 +249,18 @@ def find_dependence(
 
     ``rerun`` returns the output of a Case, [num_tokens, num_heads, head_size]; ``output`` is what it
     returned for ``case``, and ``is_wrong`` [num_tokens] bool which of its rows are wrong. Heads and
-    sequences that the Case leaves out are ignored.
+    sequences that the Case leaves out are ignored. Of an op that may read slots after a sequence's end, NaN
+    there is the caller's fault and no content.
     """
     ran = _heads_that_ran(case)
     unwritten = find_unwritten(rerun, case, output)
     unwritten = unwritten[is_wrong[unwritten]]
     outputs = {
         fill: output if fill == case.empty_slots else rerun(case.replace(empty_slots=fill))
-        for fill in ("garbage", "zeros", "nan")
+        for fill in dict.fromkeys(("garbage", "zeros", case.spec.poison))
     }
     on_finite = ~rows_agree(outputs["zeros"][:, ran], outputs["garbage"][:, ran])
-    on_nan = ~rows_agree(outputs["zeros"][:, ran], outputs["nan"][:, ran])
+    on_nan = ~rows_agree(outputs["zeros"][:, ran], outputs[case.spec.poison][:, ran])
     return Dependence(
         unwritten=unwritten,
         on_slots=_rows_that_ran(on_finite | on_nan, case),

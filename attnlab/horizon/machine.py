@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.kernels.triton.block_pointers import patch_block_pointers
 from attnlab.kernels.triton.interpreter import own_failures
 from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
 from attnlab.kernels.triton.launch_plan import one_at_a_time
@@ -251,23 +252,6 @@ class _Loop:
         return tuple(found[name] for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockPointer:
-    """A block pointer: base, and int64 shape, strides and offsets; ``block`` is the shape of the block."""
-
-    base: Any
-    shape: tuple[Any, ...]
-    strides: tuple[Any, ...]
-    offsets: tuple[Any, ...]
-    block: tuple[int, ...]
-
-    @property
-    def dtype(self) -> Any:
-        return self.base.dtype
-
-    type = dtype
-
-
 class _Watch:
     """Patches of the language: the memory, exact integers, loops and block pointers."""
 
@@ -380,46 +364,14 @@ class _Watch:
     def patch_language(self, scope: Any) -> None:
         """Patch block pointers, and what has no effect on an address."""
         tl = self._i.tl
-        load, store = tl.load, tl.store
-
-        def loaded(pointer: Any, *args: Any, **named: Any) -> Any:
-            if not isinstance(pointer, _BlockPointer):
-                return load(pointer, *args, **named)
-            handle, type_, mask = self._pointers(pointer, named.get("boundary_check", ()))
-            return load(tl.tensor(handle, type_), mask=mask)
-
-        def stored(pointer: Any, value: Any, *args: Any, **named: Any) -> Any:
-            if not isinstance(pointer, _BlockPointer):
-                return store(pointer, value, *args, **named)
-            handle, type_, mask = self._pointers(pointer, named.get("boundary_check", ()))
-            return store(
-                tl.tensor(handle, type_), value.to(pointer.base.dtype.element_ty), mask=mask
-            )
-
-        def advance(pointer: _BlockPointer, offsets: Any) -> _BlockPointer:
-            moved = tuple(
-                self._wide(a) + self._wide(b) for a, b in zip(pointer.offsets, offsets, strict=True)
-            )
-            return _BlockPointer(pointer.base, pointer.shape, pointer.strides, moved, pointer.block)
-
-        def make(
-            base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any = None
-        ) -> Any:
-            sizes = tuple(int(getattr(n, "value", n)) for n in block_shape)
-            wide = [tuple(self._wide(n) for n in some) for some in (shape, strides, offsets)]
-            return _BlockPointer(base, wide[0], wide[1], wide[2], sizes)
-
+        patch_block_pointers(self._i, scope, self._wide)
         for name, function in {
-            "load": loaded,
-            "store": stored,
-            "make_block_ptr": make,
-            "advance": advance,
             "device_assert": _nothing,
             "device_print": _nothing,
             "assume": _nothing,
             "debug_barrier": _nothing,
         }.items():
-            if hasattr(tl, name) or name == "advance":
+            if hasattr(tl, name):
                 _set(scope, tl, name, function)
         for name, value in _OF_CUDA.items():
             _set(scope, tl.extra.cuda, name, value)
@@ -429,25 +381,6 @@ class _Watch:
         if isinstance(number, int):
             return self.scalar(number, True)
         return number.to(self._i.tl.int64)
-
-    def _pointers(self, pointer: _BlockPointer, checked: Any) -> tuple[Any, Any, Any]:
-        """Return the pointers of a block, their type, and the mask of the checked dimensions."""
-        tl, dims = self._i.tl, len(pointer.block)
-        checked = {int(getattr(n, "value", n)) for n in checked or ()}
-        total, mask = None, None
-        for dim, size in enumerate(pointer.block):
-            index = tl.arange(0, size)
-            for axis in range(dims):
-                if axis != dim:
-                    index = tl.expand_dims(index, axis)
-            index = index + pointer.offsets[dim]
-            part = index * pointer.strides[dim]
-            total = part if total is None else total + part
-            if dim in checked:
-                one = (index >= 0) & (index < pointer.shape[dim])
-                mask = one if mask is None else mask & one
-        found = pointer.base + total
-        return found.handle, found.type, mask
 
     def patch_builder(self, scope: Any) -> None:
         """Patch the operations."""

@@ -4,7 +4,7 @@ own functions."""
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnlab.case.fields import library_of
+from attnlab.case.fields import package_of_backend
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -17,9 +17,10 @@ def find_backend(
 ) -> "Backend":
     """Return the backend of a name, as in ``Case.backend``.
 
-    ``source`` is the vLLM of the backends "vllm", "rocm" and "cuda", or the package of "library:NAME", None
-    for the installed one; ``device`` is where backend "vllm" runs, "cuda" or "cpu", None for the GPU if torch
-    can use one. Other backends ignore both. Raises InvalidCase for a user's function that cannot be loaded.
+    ``source`` is the vLLM of the backends "vllm", "rocm" and "cuda", or the package of "library:NAME" or
+    "MODULE:FUNCTION(…)", None for the installed one; ``device`` is where backend "vllm" runs, "cuda" or
+    "cpu", None for the GPU if torch can use one. Other backends ignore both. Raises InvalidCase for a user's
+    function that cannot be loaded.
     """
     if name == "model":
         from attnlab.kernels.model import ModelBackend
@@ -43,4 +44,4 @@ def find_backend(
         return CpuBackend()
     from attnlab.kernels.plugin import PluginBackend
 
-    return PluginBackend(spec=name, path=None if library_of(name) is None else source)
+    return PluginBackend(spec=name, path=None if package_of_backend(name) is None else source)

@@ -26,6 +26,7 @@ from attnlab.case.shown import STEP_MIME
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.vllm.features import lacks
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
 
@@ -189,6 +190,16 @@ class Backend(ABC):
         return ()
 
     @property
+    def op_source(self) -> Source | None:
+        """Return the source whose Triton ops run, None for others; raise InvalidCase or Unavailable."""
+        return None
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Return whether Triton's interpreter runs the ops of a source, so that it shows their launches."""
+        return self.op_source is not None and self.device == "cpu"
+
+    @property
     def release(self) -> str:
         """Return the vLLM release whose rules the kernels follow."""
         return RELEASES[-1]
@@ -282,6 +293,10 @@ class Backend(ABC):
     def has_splits(self, op: str) -> bool:
         """Answer whether an op of these kernels has an argument for the number of parts."""
         return bool(OPS[op].num_splits) and self.release in OPS[op].split_releases
+
+    def has_scale(self, op: str) -> bool:
+        """Answer whether an op of these kernels has an argument for the scale of the scores, if it scores."""
+        return self.op_source is None or not lacks(self.op_source, op, "sm_scale", "")
 
     def not_applicable(self, op: str) -> list[str]:
         """Return what an op of these kernels lacks, one line for each missing name."""

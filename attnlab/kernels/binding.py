@@ -23,6 +23,7 @@ from attnlab.library.op import names_in
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash
+from attnlab.tensors.case_visibility import mask_of
 
 Arguments = dict[str, Any]
 _MOST_COPIED = 1 << 28  # elements before the lowest block of the block table
@@ -42,6 +43,22 @@ def scratch_full_of(number: float) -> Iterator[None]:
         yield
     finally:
         _NUMBER.reset(token)
+
+
+@contextmanager
+def new_empty_is_scratch() -> Iterator[None]:
+    """Let ``Tensor.new_empty`` return scratch memory inside the block, for buffers that an op makes."""
+    original = torch.Tensor.new_empty
+
+    def new_empty(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        made = original(tensor, *size, **options)
+        return made.fill_(_NUMBER.get()) if made.is_floating_point() else made
+
+    torch.Tensor.new_empty = new_empty  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.new_empty = original  # type: ignore[method-assign]
 
 
 def scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
@@ -108,20 +125,78 @@ def _right(call: KernelCall) -> int:
     return 0 if call.causal is True or call.window_right is None else call.window_right
 
 
-def _token_slots(call: KernelCall) -> torch.Tensor:
-    """Return the slots of all tokens, sequence after sequence, [sum of seq_lens] int32."""
-    size = call.block_size
-    rows = zip(call.block_table.long(), call.seq_lens.tolist(), strict=True)
-    slots = [
-        (row[:, None] * size + torch.arange(size, device=row.device)).flatten()[:seq_len]
-        for row, seq_len in rows
-    ]
-    return torch.cat([*slots, call.block_table.new_zeros(0)]).int()
+def _window_starts(call: KernelCall) -> torch.Tensor:
+    """Return the position of the first key that the first new token of each sequence sees, [num_seqs] int32.
+
+    It is 0 without a window. The keys before it are in no list of slots, as in SGLang.
+    """
+    if not call.sliding_window:
+        return torch.zeros_like(call.seq_lens).int()
+    return (_context_lens(call) - call.sliding_window + 1).clamp(min=0).int()
 
 
-def _starts(call: KernelCall) -> torch.Tensor:
-    """Return the sums of the lengths before each sequence, [num_seqs + 1] int32."""
-    return torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
+def _context_lens(call: KernelCall) -> torch.Tensor:
+    """Return the number of tokens before the new ones, [num_seqs] int32."""
+    return (call.seq_lens - call.query_lens).int()
+
+
+def _slots_of(
+    call: KernelCall, ends: torch.Tensor, firsts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the slots of the positions from ``firsts`` (window_starts) to ``ends``, sequence after sequence,
+    [n] int64."""
+    size, slots = call.block_size, [call.block_table.new_zeros(0)]
+    firsts = _window_starts(call) if firsts is None else firsts
+    for row, first, end in zip(call.block_table, firsts, ends, strict=True):
+        every = row[:, None] * size + torch.arange(size, device=row.device)
+        slots.append(every.flatten()[first:end])
+    return torch.cat(slots).long()
+
+
+def _flat(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all tokens, sequence after sequence, each [num_kv_heads, tokens, size].
+
+    A block of zeros follows, as in LMDeploy (lmdeploy/pytorch/backends/cuda/attention/default.py, 0.18.0).
+    """
+    slots = _slots_of(call, call.seq_lens, torch.zeros_like(call.seq_lens))
+    pad = (0, 0, 0, call.block_size)
+    key, value = (
+        torch.nn.functional.pad(one.flatten(0, 1)[slots].transpose(0, 1), pad).contiguous()
+        for one in _flash(call, target)
+    )
+    return key, value
+
+
+def _starts_of(call: KernelCall, ends: torch.Tensor) -> torch.Tensor:
+    """Return where the slots of each sequence begin, [num_seqs + 1] int32."""
+    return _sums(ends - _window_starts(call)).int()
+
+
+def _sums(lens: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the lengths before each sequence, [num_seqs + 1]."""
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+
+
+def _seen(call: KernelCall, firsts: torch.Tensor) -> torch.Tensor:
+    """Return which keys from a position on each new token sees, but for the window, [n] uint8.
+
+    ``firsts``: that position for each sequence. The tokens follow each other, each with all keys of its
+    sequence from there on.
+    """
+    found = [call.query.new_zeros(0, dtype=torch.uint8)]
+    lens = zip(_context_lens(call).tolist(), call.seq_lens.tolist(), firsts.tolist(), strict=True)
+    for seq, (ctx_len, seq_len, first) in enumerate(lens):
+        rows = torch.arange(ctx_len, seq_len, device=call.query.device)
+        seen = mask_of(call, seq, sliding_window=0).visible(rows, first)
+        found.append(seen.flatten().to(torch.uint8))
+    return torch.cat(found)
+
+
+def _triton_dtype(call: KernelCall) -> Any:
+    """Return the query's dtype as Triton's."""
+    import triton.language
+
+    return getattr(triton.language, str(call.query.dtype).removeprefix("torch."))
 
 
 # What an expression of a record can name, in addition to the fields of a KernelCall.
@@ -144,6 +219,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
         for name in ("k_scale", "v_scale", "q_scale")
     },
     "scale": paged.scale_of,
+    "triton_dtype": lambda call, target: _triton_dtype(call),
     "is_fp8": lambda call, target: paged.format_of(call, target).is_fp8,
     # Which keys a row sees: those to the left and to the right of its own, -1 for all.
     "window_left": lambda call, target: call.sliding_window - 1 if call.sliding_window else -1,
@@ -153,9 +229,20 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "rswa_window": lambda call, target: call.sliding_window,
     # The cache as [num_blocks, block_size, num_kv_heads, size], and lists of the slots of each sequence.
     "flash_cache": _flash,
+    "flat_cache": _flat,  # flat_keys and flat_values, whose sequences begin at flat_starts
+    "flat_starts": lambda call, target: _sums(call.seq_lens).int(),
+    "cache_dtype": lambda call, target: paged.format_of(call, target).dtype,
     "slot_mapping": lambda call, target: _slots(call),
-    "token_slots": lambda call, target: _token_slots(call),
-    "token_starts": lambda call, target: _starts(call),
+    # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
+    "context_lens": lambda call, target: _context_lens(call),
+    "window_starts": lambda call, target: _window_starts(call),
+    "token_slots": lambda call, target: _slots_of(call, call.seq_lens),
+    "token_starts": lambda call, target: _starts_of(call, call.seq_lens),
+    "context_slots": lambda call, target: _slots_of(call, _context_lens(call)),
+    "context_starts": lambda call, target: _starts_of(call, _context_lens(call)),
+    "all_slots": lambda call, target: torch.nn.functional.pad(
+        slot_mapping(call), (0, call.padding), value=-1
+    ),
     # Attention over the cache, and over the new tokens.
     "partials": _partials,
     # Functions.
@@ -166,9 +253,18 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
         lambda values: torch.tensor(values, dtype=torch.int32, device=call.query.device)
     ),
     "nan_like": lambda call, target: lambda tensor: torch.full_like(tensor, float("nan")),
+    "seen": lambda call, target: lambda firsts: _seen(call, firsts),
+    "sums": lambda call, target: _sums,
     "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
     "written_cache": lambda call, target: written_cache,
 }
+
+
+def known_names() -> frozenset[str]:
+    """Return the names that an expression of a record can use."""
+    own = (name for name in dir(KernelCall) if not name.startswith("_"))
+    caches = ("flash_key_cache", "flash_value_cache")
+    return frozenset((*_VALUES, *_BUILTINS, *own, *caches))
 
 
 _BUILTINS: Mapping[str, Any] = {one.__name__: one for one in (int, float, bool, len, max, min)}
@@ -189,6 +285,8 @@ class Values(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in ("flash_key_cache", "flash_value_cache"):
             found = self["flash_cache"][name == "flash_value_cache"]
+        elif name in ("flat_keys", "flat_values"):
+            found = self["flat_cache"][name == "flat_values"]
         elif name in _BUILTINS:
             found = _BUILTINS[name]
         elif name in _VALUES:

@@ -1,18 +1,25 @@
 """Call a function that takes tensors, not a KernelCall: its arguments are found by their names.
 
+:class:`ByName` does so for a function that stands for an op of vLLM. :func:`record_of` makes the record of an
+op that has none.
+
 The names are those of vLLM, FlashAttention and FlashInfer. :mod:`attnlab.recorder.arguments` reads calls by
 the same table.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attnlab.case.errors import InvalidCase, Unsupported
-from attnlab.case.ops import UNIFIED
+from attnlab.case.fields import refuse, suggestion
+from attnlab.case.ops import RELEASES, UNIFIED, Op
+from attnlab.kernels.binding import known_names
+from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
 from attnlab.tensors.call import KernelCall
 
@@ -90,6 +97,7 @@ _FIELDS = {alias: name for name, aliases in NAMES.items() for alias in aliases}
 _CACHES = {"key": "key_cache", "value": "value_cache"}
 _WINDOWS = ("window_size", "window_left")
 _MISSING = inspect.Parameter.empty
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _USUAL = (
     *("query", "key_cache", "value_cache", "block_table", "seq_lens", "query_start_loc"),
     *("sm_scale", "sliding_window", "output"),
@@ -168,7 +176,7 @@ class ByName:
         parameters = inspect.signature(self.function).parameters
         given: dict[str, Any] = {}
         for name, parameter in parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if parameter.kind in _OPEN:
                 continue
             value = self._argument(name, parameters, call)
             if value is not _MISSING:
@@ -293,3 +301,100 @@ def _window(name: str, call: KernelCall, example: Any) -> Any:
         return window
     is_none = example is None or (isinstance(example, int) and example <= 0)
     return example if is_none else max(1, int(call.seq_lens.max()))
+
+
+# The record of an op that has none: its parameters get the values that parameters of their names have in the
+# records of all libraries.
+
+# Of a kernel whose source was not read: products and sums in the query's dtype, of up to 64 keys.
+_UNREAD = {"products": "always", "query": True, "terms": 8}
+_LIKE = 0.6  # the part of two ops' parameters that they share if one is a copy of the other
+
+
+def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]) -> Op:
+    """Return the record of a function: ``made``, which says where it is, with arguments and abilities.
+
+    ``mapping``: expressions by parameter, which win over the names. A name that several records have gets the
+    value of the record that shares most parameters with the function. If a record shares enough of them, the
+    function is a copy of its op, and has its abilities; otherwise they follow from the arguments. It gets
+    contiguous tensors, no FP8 cache, and may round more than ops whose source was read. Raises InvalidCase
+    for a parameter without a default that has no value, and for a wrong mapping.
+    """
+    parameters = inspect.signature(function).parameters
+    _check_mapping(made, parameters, mapping)
+    ordered = sorted(libraries(), key="vllm".__ne__)  # of equals, vLLM's first
+    records = [op for library in ordered for op in ops_of(library) if op.is_triton]
+    ranked = sorted(records, key=lambda op: -_likeness(op, parameters))
+    required = [
+        name
+        for name, one in parameters.items()
+        if one.default is _MISSING and one.kind not in _OPEN
+    ]
+    found = {name: mapping.get(name) or _value_of(name, ranked) for name in parameters}
+    arguments = {name: text for name, text in found.items() if text is not None}
+    for name in required:  # what a call may not state is not optional here
+        if arguments.get(name) == "sm_scale":
+            arguments[name] = "scale"
+    missing = [name for name in required if name not in arguments]
+    if missing:
+        each = " ".join(f"--map {name}=…" for name in missing)
+        names = "query, output, flash_key_cache, flash_value_cache, block_table, seq_lens, scale, …"
+        text = (
+            f"{made.summary.partition(',')[0]} has parameters whose names no record has: add {each}"
+        )
+        raise InvalidCase(f"{text} (expressions in {names})", field="map")
+    where = {name: getattr(made, name) for name in ("name", "summary", "library", "module")}
+    where |= {"python_name": made.python_name, "backends": made.backends, "arguments": arguments}
+    where |= {"rounding": _UNREAD, "kv_cache_dtypes": ("auto",)}
+    if _likeness(ranked[0], parameters) >= _LIKE:
+        like = f"{package_of(ranked[0].library).title}'s {ranked[0].name}"
+        where["summary"] = f"{made.summary} as those of {like}"
+        where |= {"platforms": None, "releases": RELEASES, "strided": False, "hnd": False}
+        return dataclasses.replace(ranked[0], **where)
+    return dataclasses.replace(made, **where, **_abilities(arguments.values()))
+
+
+def _likeness(op: Op, parameters: Collection[str]) -> float:
+    """Return which part of the parameters of two ops both have."""
+    return len(op.arguments.keys() & parameters) / len(op.arguments.keys() | set(parameters))
+
+
+def _value_of(name: str, records: Iterable[Op]) -> str | None:
+    """Return the value of a parameter in the first record that has it, or another name for the same."""
+    same = NAMES.get(_FIELDS.get(name, ""), ())
+    for names in ((name,), same):
+        for op in records:
+            for one in names:
+                if one in op.arguments:
+                    return op.arguments[one]
+    return None
+
+
+def _check_mapping(made: Op, parameters: Collection[str], mapping: Mapping[str, str]) -> None:
+    """Raise InvalidCase for a parameter that the function lacks, or a name that no call has."""
+    for name, text in mapping.items():
+        if name not in parameters:
+            known = ", ".join(parameters)
+            refuse("map", f"an expression for a parameter of {made.function} ({known})", name)
+        for used in sorted(names_in(text) - known_names()):
+            near = suggestion(used, known_names())
+            refuse("map", f"{name}=… of names in a call, such as query or block_table", used, near)
+
+
+def _abilities(values: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a record that follow from the values of its arguments."""
+    used = frozenset().union(*map(names_in, values))
+    is_flash = bool(used & {"flash_key_cache", "flash_value_cache", "token_slots"})
+    layout = "flash" if is_flash else "x-split" if "key_cache" in used else None
+    prefill = layout is None or bool(used & {"query_start_loc", "max_query_len"})
+    contract = {name: "any" for name in ("softcap", "sinks") if name in used}
+    return {
+        "contract": contract if prefill else {**contract, "serves": "decode"},
+        "prefill": prefill,
+        "strided": False,
+        "result": None if "output" in used else "returned",
+        "new_tokens_from": "arguments" if "key" in used else "cache",
+        "cache_layout": layout,
+        "context": layout is not None,
+        "min_splits": int("splits" in used),
+    }

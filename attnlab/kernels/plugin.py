@@ -12,7 +12,9 @@ FlashAttention and FlashInfer (:mod:`attnlab.kernels.by_name`), and returns the 
 ``output``. It stands for unified_attention unless it declares an op.
 
 What is named may also be an op's record (:class:`attnlab.library.op.Op`), which states how the op is called,
-what it requires and what it can. "library:NAME" names all records of a library of attnlab's.
+what it requires and what it can. "library:NAME" names all records of a library of attnlab's. A name followed
+by "(their_name=expression, …)" is an op without a record: its arguments are bound by their names, as the
+records bind them, or by these expressions (:func:`attnlab.kernels.by_name.record_of`).
 
 A function raises NotImplementedError for a call that it does not support. What it returns is ignored:
 
@@ -25,6 +27,7 @@ An exception of the function, sys.exit and os._exit are failures of the kernel.
 """
 
 import builtins
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -33,7 +36,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -53,14 +56,21 @@ from attnlab.case.errors import (
     Unavailable,
     Unsupported,
 )
-from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file, library_of, refuse
+from attnlab.case.fields import (
+    ENTRY_POINT,
+    MODULE_FUNCTION,
+    check_plugin_file,
+    library_of,
+    package_of_backend,
+    split_mapping,
+)
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, TRITON_OPS
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
-from attnlab.kernels.binding import bind, finish, lse_of
-from attnlab.kernels.by_name import ByName
+from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
+from attnlab.kernels.by_name import ByName, record_of
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
     VARIABLE,
@@ -71,9 +81,9 @@ from attnlab.kernels.triton.interpreter import (
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
-from attnlab.kernels.vllm.loader import Loader, package_stubs
+from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
 from attnlab.kernels.vllm.source import Source, find_source
-from attnlab.library.op import Op, libraries, ops_of, package_of
+from attnlab.library.op import Op, ops_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import strided
 
@@ -186,10 +196,11 @@ _LOADED: dict[tuple[str, str | None, int], Kernel] = {}
 class PluginBackend(Backend):
     """A user's function.
 
-    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an entry point, or
-    "library:NAME"; ``function``: what it names, None to load it. ``stands_for``: the op, None for what the
-    function declares. ``path``: the source of a library, None for the installed package. Raises InvalidCase
-    if ``spec`` cannot be resolved or the function does not declare a known op.
+    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", either with "(their_name=expression, …)", or
+    "plugin:NAME" for an entry point, or "library:NAME"; ``function``: what it names, None to load it.
+    ``stands_for``: the op, None for what the function declares. ``path``: the source of a library, None for
+    the installed package. Raises InvalidCase if ``spec`` cannot be resolved or the function does not declare
+    a known op.
     """
 
     spec: str
@@ -225,13 +236,31 @@ class PluginBackend(Backend):
     @cached_property
     def records(self) -> tuple[Op, ...]:
         """Return the records that the spec names; none for a function."""
-        library = library_of(self.spec)
-        if library is not None:
-            if library not in libraries():
-                refuse("library", f"one of {', '.join(libraries())}", library)
-            return tuple(op for op in ops_of(library) if op.is_triton)
+        package = package_of_backend(self.spec)
+        if library_of(self.spec) is not None and package is not None:
+            return tuple(op for op in ops_of(package.name) if op.is_triton)
+        name, mapping = split_mapping(self.spec)
+        if mapping is not None:
+            return (self._unknown(name, mapping),)
         found = load_kernel(self.spec) if self.function is None else self.function
         return (found,) if isinstance(found, Op) else ()
+
+    def _unknown(self, name: str, mapping: Mapping[str, str]) -> Op:
+        """Return a record of an op that has none."""
+        where, _, function = name.rpartition(":")
+        module = where if self.source is None else where.rpartition(".")[2]
+        module = Path(where).stem if where.endswith(".py") else module
+        package = module if self.source is None else self.source.package.name
+        made = Op(
+            name=f"{module.rpartition('.')[2]}.{function}",
+            summary=f"{name}, whose arguments are bound by their names",
+            library=package.partition(".")[0],
+            module=module,
+            python_name=function,
+            new_tokens_from="cache",
+            cache_layout="flash",
+        )
+        return record_of(self._function(made), made, mapping)
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -243,21 +272,34 @@ class PluginBackend(Backend):
     @cached_property
     def source(self) -> Source | None:
         """Return the source of a library; None for records of modules that Python can import."""
-        library = library_of(self.spec)
-        return None if library is None else find_source(self.path, package_of(library))
+        package = package_of_backend(self.spec)
+        is_known = library_of(self.spec) is not None or self.path is not None
+        return find_source(self.path, package) if package is not None and is_known else None
 
-    def _function(self, op: Op, platform: Platform = PLATFORMS["sm_90"]) -> Callable[..., Any]:
-        """Return the function of an op's record, as its package is on a platform."""
-        beside = Path(self.spec).parent / f"{op.module}.py"  # of the file that has the record
+    @property
+    def op_source(self) -> Source | None:
+        return self.source
+
+    def _function(self, op: Op, platform: Platform | None = None) -> Callable[..., Any]:
+        """Return the function of an op's record, as its package is on a platform, or on one that it has."""
+        file = split_mapping(self.spec)[0].rpartition(":")[0]
+        beside = Path(file).parent / f"{op.module}.py"  # of the file that has the record
         if self.source is None and beside.is_file():
             return load_kernel(f"{beside}:{op.function}")
         if self.source is None:
             return _of_module(op.module, op.function)
-        return _of_source(self.source, platform, op.module, op.function)
+        if platform is not None:
+            return _of_source(self.source, platform, op.module, op.function)
+        try:
+            return _of_source(self.source, PLATFORMS["sm_90"], op.module, op.function)
+        except Unavailable:  # of modules for AMD's GPUs alone
+            return _of_source(self.source, PLATFORMS["gfx942"], op.module, op.function)
 
     @property
     def file(self) -> str | None:
-        """Return the file that defines the function, or None if it has none."""
+        """Return the file that defines the function, or None if it has none, or is an op of a source."""
+        if self.source is not None:
+            return None
         kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
         code = getattr(inspect.unwrap(kernel), "__code__", None)
         return None if code is None else str(code.co_filename)
@@ -275,13 +317,16 @@ class PluginBackend(Backend):
 
     @property
     def fixed_fields(self) -> tuple[str, ...]:
-        return self.kernel.fixed_fields if isinstance(self.kernel, ByName) else ()
+        kernel = None if self.records else self.kernel
+        return kernel.fixed_fields if isinstance(kernel, ByName) else ()
 
     @property
     def declares_op(self) -> bool:
         """Return whether the function says which op it stands for."""
+        if self.records or self.stands_for is not None:
+            return True
         kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
-        return bool(self.records) or self.stands_for is not None or hasattr(kernel, "op")
+        return hasattr(kernel, "op")
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -307,15 +352,22 @@ class PluginBackend(Backend):
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
-        return tuple(getattr(self.kernel, "kv_cache_dtypes", KV_CACHE_DTYPES))
+        return tuple(self._declared("kv_cache_dtypes", KV_CACHE_DTYPES))
 
     @property
     def masks(self) -> tuple[str, ...]:
-        return tuple(getattr(self.kernel, "masks", (CAUSAL,)))
+        return (
+            CAUSAL,
+            *(one for one in self._declared("masks", _masks(self.records)) if one != CAUSAL),
+        )
 
     @property
     def large_caches(self) -> bool:
-        return bool(getattr(self.kernel, "large_caches", False))
+        return self.source is not None or bool(self._declared("large_caches", False))
+
+    def _declared(self, name: str, default: Any) -> Any:
+        """Return what the function declares; of records the default, for each states its own."""
+        return default if self.records else getattr(self.kernel, name, default)
 
     @property
     def blind_spots(self) -> tuple[str, ...]:
@@ -336,8 +388,10 @@ class PluginBackend(Backend):
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
         before = None if call.spec.writes_cache else call.buffer.clone()
+        is_simulated = self.source is not None and not torch.cuda.is_available()
+        on_cpu = OnCpu() if is_simulated else contextlib.nullcontext()
         try:
-            with launching(plan), interpreting(), contained():
+            with launching(plan), interpreting(), contained(), on_cpu:
                 returned = self._call(call, target, plan)
         except AttnLabError:
             raise
@@ -350,7 +404,9 @@ class PluginBackend(Backend):
                 raise Unavailable(
                     f"{self.name} launches a Triton kernel, which {NO_INTERPRETER}"
                 ) from error
-            raise KernelFailed(text_of(error, self.file)) from error
+            source = self.source
+            file = self.file if source is None else str(source.op_file(call.spec.module))
+            raise KernelFailed(text_of(error, file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):
             raise KernelFailed(
                 f"{self.name} returned a tensor and wrote nothing; it must write its result to "
@@ -365,10 +421,16 @@ class PluginBackend(Backend):
             return self.kernel(call)
         function = self._function(OPS[call.op], target.platform)
         arguments = bind(function, call, target)
-        returned = function(**arguments)
+        with new_empty_is_scratch():
+            returned = function(**arguments)
         finish(call, target, arguments, returned)
         plan.observed.lse = lse_of(call, target, arguments, returned)
         return None
+
+
+def _masks(records: Sequence[Op]) -> tuple[str, ...]:
+    """Return the masks that any of the records has."""
+    return tuple(dict.fromkeys(mask for op in records for mask in op.masks))
 
 
 def _is_result(returned: Any, call: KernelCall) -> bool:
@@ -391,9 +453,8 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 def _of_source(
     source: Source, platform: Platform, module: str, function: str
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported; on a CPU it gets the lab's Triton."""
-    triton = None if torch.cuda.is_available() else interpreted_triton()
-    stubs = package_stubs(source.package, platform, triton)
+    """Return a function of a package that is not imported, with the lab's Triton."""
+    stubs = package_stubs(source.package, platform, interpreted_triton())
     found = getattr(Loader(source, stubs).load(module), function, None)
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")

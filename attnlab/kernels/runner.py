@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import library_of
+from attnlab.case.fields import package_of_backend
 from attnlab.kernels import find_backend
-from attnlab.kernels.vllm.source import find_source, source_path
-from attnlab.library.op import package_of
+from attnlab.kernels.vllm.source import VLLM, find_source, source_path
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -39,7 +38,7 @@ class Runner:
         """Return the target as text: its source, or its backend."""
         if not _has_source(self.backend):
             return self.backend
-        package = package_of(library_of(self.backend) or "vllm")
+        package = package_of_backend(self.backend) or VLLM
         source = f"installed {package.title}" if self.source is None else self.given
         return source if self.backend == "vllm" else f"{source} ({self.backend})"
 
@@ -62,13 +61,13 @@ def runners(
     """
     if not sources and not backends:
         return [Runner(backend="model")]
-    paths = [source_path(text) for text in sources]
-    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     names = list(dict.fromkeys(backends))
-    library = next((found for name in names if (found := library_of(name))), "vllm")
+    package = next((found for name in names if (found := package_of_backend(name))), VLLM)
+    paths = [source_path(text, package) for text in sources]
+    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     for path in paths:
         if not is_in_git(path):
-            find_source(path, package_of(library))
+            find_source(path, package)
     if paths and not any(_has_source(name) for name in names):
         names.insert(0, "vllm")
     targets = []
@@ -87,7 +86,7 @@ def runners(
 
 def _has_source(backend: str) -> bool:
     """Answer whether a backend runs a call by the kernels of a source."""
-    return library_of(backend) is not None and backend != "cuda"
+    return package_of_backend(backend) is not None and backend != "cuda"
 
 
 def _check_backend(name: str) -> None:

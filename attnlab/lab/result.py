@@ -9,7 +9,6 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
-from attnlab.case.ops import MERGE
 from attnlab.case.shown import Shown, json_number, json_value
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import Decision, decide
@@ -289,7 +288,7 @@ def padding_error(case: Case, padded: torch.Tensor, lse: torch.Tensor | None) ->
     with an LSE of -inf, so that a further merge ignores it: vLLM's CUDA kernel does so since 0.11.1
     (csrc/attention/merge_attn_states.cu), its Triton kernel since 0.27.
     """
-    if case.op != MERGE:
+    if not case.spec.merges:
         return None
     zeros = padded.new_zeros(padded.shape[:2])
     at = (padded != 0).int().argmax(2, keepdim=True)  # the first element that is not 0
@@ -464,7 +463,7 @@ class Result(Shown):
     @property
     def side_outputs(self) -> tuple[str, ...]:
         """Return which side outputs were compared: "lse", "padding", both or none."""
-        has_padding = self.padded is not None and self.case.op == MERGE
+        has_padding = self.padded is not None and self.case.spec.merges
         given = ((LSE, self.lse is not None), (PADDING, has_padding))
         return tuple(name for name, is_given in given if is_given)
 

@@ -1,8 +1,9 @@
 """How far a kernel's output may be from exact attention, derived from what the kernel rounds.
 
 Exact means attention in float64 on the stored bytes. Let u be half the spacing of numbers at 1 in the
-query's dtype, t its smallest subnormal number, w the exact weights of a row (with a sink their sum is below
-1), o its output, A = Σ w·|v| its attention over the magnitudes of the values, n the longest sequence.
+query's dtype, t its smallest subnormal number (of weights at least 2⁻¹²⁶: exp2 of a GPU is 0 below that), w
+the exact weights of a row (with a sink their sum is below 1), o its output, A = Σ w·|v| its attention over
+the magnitudes of the values, n the longest sequence.
 
 Worst case. Each output element is off by at most the sum of:
 
@@ -71,6 +72,7 @@ from attnlab.tensors.formats import LEAST_SCALE, rotate, rotation_size
 from attnlab.tensors.quantised import Formats
 from attnlab.tensors.visibility import SequenceMask
 
+_LEAST = float(torch.finfo(torch.float32).smallest_normal)
 LIKELY = math.sqrt(2 * math.log(2e18))
 # By what unified_attention and FlashAttention 3 multiply a weight before they round it to FP8.
 _WEIGHT_FACTOR = {
@@ -96,7 +98,8 @@ def _alone(kernels: Sequence[str]) -> Mapping[str, Any]:
 class Rounding:
     """What the kernels of a call round to the query's dtype, and how often.
 
-    - ``unit``: half the spacing of the dtype at 1; ``step``: its smallest subnormal number.
+    - ``unit``: half the spacing of the dtype at 1; ``step``: its smallest subnormal number, at
+      least the smallest normal number of float32.
     - ``terms``: roundings of each key's contribution: of its weight, and of its value if that was decoded
       from FP8.
     - ``parts``: roundings of partial outputs.
@@ -143,11 +146,15 @@ class Rounding:
         stated = [OPS[name].rounding for name in kernels if name in OPS]
         parts = max([parts, *(one.get("parts", 0) for one in stated)])
         terms = _alone(kernels).get("terms", terms)
-        by_hand = any("products" in one for one in stated) and call.num_queries_per_kv == 1
+        alone = call.num_queries_per_kv == 1
+        by_hand = any(
+            one.get("products") == "always" or ("products" in one and alone) for one in stated
+        )
         products = 1 + (call.query.shape[2] - 1).bit_length() if by_hand else 0
+        products += any("query" in one for one in stated)
         rounding = cls(
             unit=float(info.eps) / 2,
-            step=float(info.smallest_normal * info.eps),
+            step=max(float(info.smallest_normal * info.eps), _LEAST),
             terms=terms,
             parts=parts,
             keys=is_fp8,

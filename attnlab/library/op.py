@@ -8,7 +8,7 @@ import ast
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Package:
     - ``name``: as it is imported. ``title``: as it is written. ``distributions``: what installs it.
     - ``folders``: the folders with modules of ops, the newest layout first. ``further``: a regular expression
       of further files to read, in an sdist after the name of its top folder.
+    - ``is_whole``: every module of the package is loaded when it is imported, because no record says which
+      ones the ops need.
     - ``stubs``: returns what replaces other modules of the package, by dotted name and then by name, on a
       platform (:class:`attnlab.case.platforms.Platform`). A module without a stub has names that may not be
       called.
@@ -42,9 +44,12 @@ class Package:
     distributions: tuple[str, ...]
     folders: tuple[str, ...]
     further: str = ""
+    is_whole: bool = False
     stubs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda platform: {}
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_whole:
+            return _whole_package, (self.name, self.folders)
         return package_of, (self.name,)
 
 
@@ -71,14 +76,17 @@ class Op:
     - ``neutral``: why a parameter does not change the result. ``index_dtypes``: the dtypes of a tensor of
       integers, if the library does not pass int32 and int64.
     - ``default_splits``: in how many parts the library's caller splits a sequence, if a Case does not say it.
+    - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
+      (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
+    - ``left_out``: what the op can but a check does not run, or a caller may not ask for, with the reason.
 
     What it requires and computes:
 
     - ``contract``: fields of :class:`attnlab.contracts.contract.Contract` that are not the usual ones;
       ``contract_of``: those of single releases.
     - ``rounding``: what it rounds in addition to the usual (:mod:`attnlab.lab.rounding`): ``parts`` and
-      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot; "fp8": it
-      multiplies an FP8 query with the cache as it is.
+      ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot, or "always" any;
+      "query": it rounds the scaled query; "fp8": it multiplies an FP8 query with the cache as it is.
     - ``scores``: it computes scores; if not, the lab prepares its inputs, with any mask and ALiBi.
 
     Abilities that no parameter shows:
@@ -91,8 +99,11 @@ class Op:
     - ``prefill``: it accepts sequences with query_len > 1. ``context``: it accepts tokens before the new
       ones.
     - ``sinks_with_alibi``: it accepts sinks and ALiBi in one call.
-    - ``hnd``: the cache may have its heads before its slots (VLLM_KV_CACHE_LAYOUT=HND).
+    - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
+      before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
+    - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
     - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
@@ -113,6 +124,9 @@ class Op:
     neutral: Mapping[str, str] = field(default_factory=dict)
     index_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     default_splits: int = 1
+    masks: tuple[str, ...] = ()
+    adds_bias: bool = True
+    left_out: Mapping[str, str] = field(default_factory=dict)
     contract: Mapping[str, Any] = field(default_factory=dict)
     contract_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rounding: Mapping[str, Any] = field(default_factory=dict)
@@ -123,8 +137,11 @@ class Op:
     prefill: bool = True
     context: bool = True
     sinks_with_alibi: bool = False
+    strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    frees_blocks: bool = True
+    min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False
     split_releases: tuple[str, ...] = RELEASES
@@ -198,6 +215,11 @@ class Op:
         return not self.scores or bool(self.parameters("alibi_slopes"))
 
     @property
+    def merges(self) -> bool:
+        """Answer whether the op merges two partial outputs that the lab computes."""
+        return not self.scores and not self.writes_cache
+
+    @property
     def is_triton(self) -> bool:
         """Answer whether the op is Python and Triton code, not a compiled function."""
         return self.cache_layout != "cpu"
@@ -215,6 +237,12 @@ class Op:
     def fill_read(self) -> str:
         """Return the fill policy that writes exactly the tokens that the op reads from the cache."""
         return fill_read(self.new_tokens_from)
+
+    @property
+    def poison(self) -> str:
+        """Return what empty slots hold to show that they are read: "nan", or "garbage", finite numbers, if
+        the op may read slots after a sequence's end, so that NaN there is the caller's fault."""
+        return "nan" if self.contract.get("reads_tail", "nothing") == "nothing" else "garbage"
 
     def contract_at(self, release: str) -> dict[str, Any]:
         """Return the fields of its contract that a release does not have as usual."""
@@ -254,6 +282,18 @@ def package_of(library: str) -> Package:
     """Return the package of a library that attnlab has records of."""
     found: Package = importlib.import_module(f"attnlab.library.{library}").PACKAGE
     return found
+
+
+@lru_cache(maxsize=64)
+def _whole_package(name: str, folders: tuple[str, ...]) -> Package:
+    made = Package(name=name, title=name, distributions=(name,), folders=folders, is_whole=True)
+    return replace(made, stubs=package_of(name).stubs) if name in libraries() else made
+
+
+def package_of_module(module: str) -> Package:
+    """Return the package that has a module, a dotted name, which no record knows."""
+    folder, _, _ = module.rpartition(".")
+    return _whole_package(module.partition(".")[0], (folder.replace(".", "/"),))
 
 
 def ops_of(library: str) -> list[Op]:

@@ -68,6 +68,7 @@ class Reading:
     - ``unmodelled``: the names of arguments without a reference.
     - ``unknown``: arguments that were not understood and differ from their defaults, by name.
     - ``read_as``: how arguments of another form were read, in words.
+    - ``why_not``: why the call is not recorded, or "".
     - ``result``: returns (output, log-sum-exp or None) from what the op returned; None if the op writes
       ``fields["output"]``.
     """
@@ -76,6 +77,7 @@ class Reading:
     unmodelled: list[str] = field(default_factory=list)
     unknown: dict[str, Any] = field(default_factory=dict)
     read_as: list[str] = field(default_factory=list)
+    why_not: str = ""
     result: Callable[[Any], tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
 
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
@@ -448,16 +450,18 @@ class RecordedOp:
         """Return "module.function"."""
         return f"{self.module}.{self.function}"
 
-    def read(self, arguments: dict[str, Any]) -> Reading | None:
-        """Return what the arguments hold, or None if they are no paged attention and no cache write."""
+    def read(self, arguments: dict[str, Any]) -> Reading:
+        """Return what the arguments hold; ``why_not`` says what they lack of attention or a cache write."""
         reading = read_arguments(arguments, self.reads)
         self.adjust(arguments, reading)
         if reading.result is None and "output" not in reading.fields and not self.writes_cache:
             reading.result = returned_output
         if not self.writes_cache:
             take_tables(reading)
-        is_other = missing(reading.fields, writes_cache=self.writes_cache)
-        return None if is_other else reading
+        absent = missing(reading.fields, writes_cache=self.writes_cache)
+        if absent and not reading.why_not:
+            reading.why_not = f"no argument {' or '.join(NAMES[absent[0]])}"
+        return reading
 
 
 def binder(signature: inspect.Signature) -> Bind:

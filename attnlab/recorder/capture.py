@@ -194,6 +194,7 @@ class Capture:
 
     - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
       :func:`attnlab.recorder.ops.recorded_ops`.
+    - ``left_out``: why a call of a known op was not recorded, the last reason by the op's name.
     - ``origin``: what the caller knows about the calls' origin; it may change between calls.
     - ``host``: copy to CPU memory. Each call then waits for the GPU, and its copies survive a kernel that
       breaks the GPU's context.
@@ -207,6 +208,7 @@ class Capture:
         if type(keep) is not int or keep < 1:
             refuse("keep", "a whole number from 1", keep)
         self.calls = Calls(keep)
+        self.left_out: dict[str, str] = {}
         self.origin = Origin()
         self._host = host
         self._logged = self._is_active = False
@@ -280,7 +282,8 @@ class Capture:
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
                 bound = bind(args, kwargs)
                 reading = op.read(bound)
-                if reading is None:
+                if reading.why_not:
+                    self.left_out[op.name] = reading.why_not
                     return None
                 names = ("key_cache", "value_cache") if op.writes_cache else ("output", "lse")
                 writes: dict[str, Any] = {
@@ -302,6 +305,7 @@ class Capture:
                     forms=forms_of(bound),
                 )
         except Exception as error:
+            self.left_out[op.name] = " ".join(f"{type(error).__name__}: {error}".split())
             self._failed(op.name, error)
             return None
 

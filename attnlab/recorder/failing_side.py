@@ -75,6 +75,7 @@ class Comparisons:
         host: bool = False,
     ) -> None:
         self.last: deque[Comparison] = deque(maxlen=keep)
+        self.has_failed = False  # since it was last set, whether recorded or not
         self._sizes = sizes
         self._on_error = on_error
         self._host = host
@@ -126,6 +127,7 @@ class Comparisons:
             return
         try:
             found = read(*args, **kwargs)
+            self.has_failed |= not passed
             if found is None or not self._is_of_interest(found[0].numel(), passed):
                 return
             *tensors, atol, rtol = found

@@ -239,17 +239,28 @@ _OF_TRTLLM = (
 def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
     """View each batch element as a sequence with one block that holds all its keys.
 
-    A call with a mask is left out: it has no reference here, and is often a test's own one, whose copies
-    would be the largest.
+    A mask is what is added to the scores; of one that differs between heads, each head is a sequence.
     """
-    if arguments.get("attn_mask") is not None:
-        reading.fields = {}
-        return
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    mask = arguments.get("attn_mask")
     if query.dim() != 4:
         query, key, value = (t.flatten(0, -3)[:, None] for t in (query, key, value))
+        mask = mask if mask is None or mask.dim() < 3 else mask.flatten(0, -3)[:, None]
+    shape = query.shape
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        group = shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(group, 1).flatten(0, 1)[:, None] for t in (key, value))
+        query = query.flatten(0, 1)[:, None]
+        mask = mask.expand(shape[0], shape[1], -1, -1).flatten(0, 1)[:, None]
     batch, heads, rows, size = query.shape
     keys = key.shape[2]
+    if mask is not None:
+        if batch * rows * keys > _MOST_OF_MASK or rows > keys:
+            large = f"a mask of more than {_MOST_OF_MASK >> 20} Mi elements"
+            reading.why_not = "a mask with more rows than keys" if rows > keys else large
+            return
+        reading.unknown.pop("attn_mask", None)
+        reading.unmodelled = [name for name in reading.unmodelled if name != "attn_mask"]
     causal = bool(arguments.get("is_causal"))
     if causal and rows > keys:
         reading.unmodelled.append("is_causal with more rows than keys")
@@ -262,14 +273,67 @@ def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
         "seq_lens": torch.full((batch,), rows if causal else keys, **index),
         "query_start_loc": torch.arange(batch + 1, **index) * rows,
         "sm_scale": arguments.get("scale"),
-        "causal": causal or rows == 1,
+        "causal": causal or (rows == 1 and mask is None),
+        "qq_bias": None if mask is None else _added(mask).expand(batch, 1, rows, keys)[:, 0],
     }
 
-    def result(returned: Any) -> tuple[torch.Tensor, None]:
-        shaped = returned.reshape(batch, heads, rows, -1).transpose(1, 2)
+    def result(returned: Any) -> tuple[torch.Tensor | None, None]:
+        output = output_of(returned)[0]
+        if output is None:
+            return None, None
+        shaped = output.reshape(batch, heads, rows, -1).transpose(1, 2)
         return shaped.reshape(batch * rows, heads, -1), None
 
     reading.result = result
+
+
+_MOST_OF_MASK = 1 << 26  # elements that are copied
+
+
+def _added(mask: torch.Tensor) -> torch.Tensor:
+    """Return what a mask adds to scores: -inf where one of booleans is false."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def _flex(arguments: dict[str, Any], reading: Reading) -> None:
+    """Evaluate mask_mod and score_mod for every row and key, and read the call as one with that mask."""
+    query, blocks = arguments["query"], arguments.get("block_mask")
+    score_mod, mask, where = arguments.get("score_mod"), None, query.device
+    shape: tuple[int, ...] = (*query.shape[:3], arguments["key"].shape[2])
+    if blocks is not None:
+        some = blocks.kv_num_blocks.shape[:2]
+        mask = _added(_of_indices(blocks.mask_mod, (*some, *shape[2:]), where))
+    if score_mod is not None:
+        zero, one = (
+            _of_indices(score_mod, shape, where, score=torch.full(shape, number, device=where))
+            for number in (0.0, 1.0)
+        )
+        more = (one - zero).masked_fill(zero == -torch.inf, 1.0)
+        if not torch.allclose(more, torch.ones_like(more), atol=1e-5):
+            reading.why_not = "score_mod does more than add to a score"
+            return
+        mask = zero if mask is None else zero + mask
+    for name in ("score_mod", "block_mask"):
+        reading.unknown.pop(name, None)
+    _sdpa({**arguments, "attn_mask": mask}, reading)
+
+
+def _of_indices(
+    function: Callable[..., Any],
+    shape: tuple[int, ...],
+    device: torch.device,
+    score: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what a function of batch, head, row and key, and perhaps a score, is for each of them."""
+    found, scored = function, () if score is None else (0,)
+    for i in reversed(range(4)):  # the keys innermost
+        dims = [0 if j == i else None for j in range(4)]
+        found = torch.vmap(found, in_dims=(*scored, *dims))
+    indices = [torch.arange(size, device=device) for size in shape]
+    result: torch.Tensor = found(*(() if score is None else (score,)), *indices)
+    return result
 
 
 _FLASH_FOLDERS = ("vllm.vllm_flash_attn", "flash_attn")
@@ -290,6 +354,14 @@ _OTHERS: tuple[Row, ...] = (
         for name, what in (("decode", "decode"), ("prefill", "context"))
     ),
     ("torch.nn.functional", SDPA, UNIFIED, "HND", _sdpa, ("enable_gqa",)),
+    (
+        "torch.nn.attention.flex_attention",
+        "flex_attention",
+        UNIFIED,
+        "HND",
+        _flex,
+        ("enable_gqa", "return_lse", "return_aux", "kernel_options"),
+    ),
 )
 
 
@@ -469,7 +541,7 @@ def _dense(arguments: dict[str, Any], reading: Reading) -> None:
     both = [fields.get(f"{name}_cache", fields.get(name)) for name in ("key", "value")]
     tensors = [fields["query"], *both]
     if any(not isinstance(one, torch.Tensor) or one.dim() not in (3, 4) for one in tensors):
-        reading.fields = {}
+        reading.why_not = "queries, keys and values are not tensors of 3 or 4 dimensions"
         return
     given = dict(zip(("query", "key", "value"), tensors, strict=True))
     rest = {"is_causal": fields.get("causal"), "scale": fields.get("sm_scale")}

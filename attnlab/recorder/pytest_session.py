@@ -144,6 +144,7 @@ def write_powers(path: Path, powers: Sequence[TestPower]) -> None:
 
 
 _log = logging.getLogger("attnlab.recorder")
+_ADD = "-o attnlab_ops=MODULE:FUNCTION"
 _TESTS = 6  # failing tests that may use all of their time
 _POWER = "attnlab_power"  # the property that carries a test's power
 
@@ -218,6 +219,8 @@ class Session:
         """Forget the calls of the previous test."""
         self._capture.calls.clear()
         self._comparisons.last.clear()
+        self._capture.left_out.clear()
+        self._comparisons.has_failed = False
         self._capture.origin = Origin(test_id=nodeid)
 
     @pytest.hookimpl(wrapper=True)
@@ -226,8 +229,11 @@ class Session:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add the section and the properties to the report of a test."""
         report = yield
-        is_reported = self._reports and report.failed and self._capture.calls.recorded
+        is_reported = self._reports and report.failed
         is_scored = self._scores and report.passed and report.when == "call"
+        if is_reported and not self._capture.calls.recorded:
+            report.sections += self._why_silent()
+            return report
         if not is_reported and not is_scored:
             return report
         try:
@@ -263,6 +269,15 @@ class Session:
             write_powers(Path(self._json), self._powers)
         except AttnLabError as error:
             terminalreporter.line(f"attnlab: {error}")
+
+    def _why_silent(self) -> list[tuple[str, str]]:
+        """Return a section of one line for a failed test that compares tensors or calls an op left out."""
+        seen = "; ".join(f"{name} ({why})" for name, why in self._capture.left_out.items())
+        if not seen and not self._comparisons.has_failed:
+            return []
+        what = f"not recorded: {seen}" if seen else "no function that attnlab knows was called"
+        line = f"no attention call: {what}; add the function that computes attention: {_ADD}"
+        return [("attnlab", line)]
 
     def _add_section(self, item: pytest.Item, report: pytest.TestReport) -> None:
         calls = self._capture.calls

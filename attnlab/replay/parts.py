@@ -40,14 +40,29 @@ def cut_masks(
     return changes
 
 
-def cut_bias(call: KernelCall, firsts: Sequence[int], lens: Sequence[int]) -> dict[str, Any]:
-    """Return the bias of a tree for the rows that remain: of each sequence ``lens`` rows, from ``firsts`` on.
+def cut_bias(
+    call: KernelCall,
+    seqs: Sequence[int],
+    firsts: Sequence[int],
+    lens: Sequence[int],
+    dropped: Sequence[int],
+    seq_lens: Sequence[int],
+) -> dict[str, Any]:
+    """Return the bias for the rows that remain: of each sequence ``lens`` rows, from ``firsts`` on.
 
-    All sequences share one bias, so it is cut in front by the first row that every sequence drops. Rows that
+    A bias of each sequence is cut to its keys as in :func:`cut_masks`.
+
+    If all sequences share one bias, it is cut in front by the first row that every sequence drops. Rows that
     one sequence alone drops would need a bias of their own: then the bias is not cut in front.
     """
     if call.qq_bias is None:
         return {}
+    if call.qq_bias.dim() == 3:
+        cut = call.qq_bias.new_zeros(len(seqs), max(lens), max(seq_lens))
+        for i, (seq, first, count) in enumerate(zip(seqs, firsts, lens, strict=True)):
+            keys = slice(dropped[i], dropped[i] + seq_lens[i])
+            cut[i, :count, : seq_lens[i]] = call.qq_bias[seq, first : first + count, keys]
+        return {"qq_bias": cut}
     first = firsts[0] if len(set(firsts)) == 1 else 0
     rows = slice(first, first + max(lens))
     return {"qq_bias": call.qq_bias[rows, rows].clone()}
@@ -55,7 +70,7 @@ def cut_bias(call: KernelCall, firsts: Sequence[int], lens: Sequence[int]) -> di
 
 def can_drop_first_rows(call: KernelCall) -> bool:
     """Answer whether a single sequence of a call can lose its first rows: a tree has one bias for all."""
-    return call.qq_bias is None or len(call.seq_lens) == 1
+    return call.qq_bias is None or call.qq_bias.dim() == 3 or len(call.seq_lens) == 1
 
 
 _BY_TOKEN = ("query", "key", "value", "output", "before", "lse", "slot_mapping")
@@ -113,7 +128,8 @@ def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall
             changes[name] = scale[seqs]
     dropped = [one.blocks * call.block_size for one in kept]
     changes |= cut_masks(call, seqs, dropped, seq_lens.tolist())
-    changes |= cut_bias(call, [one.first for one in kept], lens)
+    firsts = [one.first for one in kept]
+    changes |= cut_bias(call, seqs, firsts, lens, dropped, seq_lens.tolist())
     kind = call.query_start_loc.dtype
     return dataclasses.replace(
         call,
@@ -225,6 +241,7 @@ def without_tokens(call: KernelCall, count: int) -> KernelCall | None:
         call,
         **caches,
         **cut_masks(call, [0], [count], [seq_len - count]),
+        **cut_bias(call, [0], [0], [query_len], [count], [seq_len - count]),
         seq_lens=call.seq_lens - count,
         max_seq_len=min(call.max_seq_len, seq_len - count),
     )

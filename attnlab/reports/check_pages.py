@@ -183,7 +183,7 @@ def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
     by_op = [(op, [*group]) for op, group in groupby(rows, lambda row: row.fault.finding.op)]
     page = render_page(
         "releases.html.j2",
-        title=f"Faults of vLLM's attention ops, {table.releases[0]} to {table.releases[-1]}",
+        title=f"Faults of {table.library}'s attention ops, {table.releases[0]} to {table.releases[-1]}",
         table=table,
         rows=rows,
         by_op=by_op,

@@ -128,11 +128,14 @@ def check_visibility(given: Mapping[str, Any], num_seqs: int) -> None:
     if given["rswa_prefix_lens"] is not None:
         check_shape("rswa_prefix_lens", given["rswa_prefix_lens"], (num_seqs,))
     if given["qq_bias"] is not None:
-        _check_bias(given["qq_bias"], given["query_start_loc"])
+        _check_bias(given["qq_bias"], given["query_start_loc"], given["seq_lens"])
 
 
-def _check_bias(bias: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-    """Check that a bias is square and has a row for each new token of the longest sequence."""
+def _check_bias(bias: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Check that a bias has a row for each new token of the longest sequence, and the keys that it is for."""
+    if bias.dim() == 3:
+        shape = (len(seq_lens), int(query_start_loc.diff().max()), int(seq_lens.max()))
+        return check_shape("qq_bias", bias, shape)
     rows, keys = check_dims("qq_bias", bias, 2)
     longest = int(query_start_loc.long().diff().max()) if len(query_start_loc) > 1 else 0
     if rows != keys or rows < longest:

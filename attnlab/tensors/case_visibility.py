@@ -10,7 +10,6 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.masks import CAUSAL, MASKS
-from attnlab.case.ops import PREFILL, WRAPPER
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
@@ -73,8 +72,8 @@ def _masked(case: Case) -> Visibility:
         name: _MADE[how](case) if isinstance(how, str) else how
         for name, how in MASKS[case.mask].states.items()
     }
-    # A window is limited to the right as far as to the left, except in the prefill kernel.
-    has_right = window and "causal" in stated and case.op not in (PREFILL, WRAPPER)
+    # A window is limited to the right as far as to the left, if the op has an argument for it.
+    has_right = window and "causal" in stated and case.spec.parameters("window_right")
     right = window - 1 if has_right else None
     return Visibility(sliding_window=window, window_right=right, **stated)
 
@@ -117,13 +116,13 @@ def tree_bias(case: Case) -> torch.Tensor:
     """Return the bias of a row for the key of a new token, [n, n] float32; n is the largest query_len.
 
     With given parents it is 0 for a token and its ancestors, -inf for others. Else it is drawn from the seed,
-    and -inf for some tokens before the row.
+    and -inf for some tokens before the row; 0 in place of the drawn numbers for an op that adds no bias.
     """
     size = max(case.lengths.query_lens)
     if case.tree_parents is not None:
         return _branches(case.tree_parents[:size])
     generator = torch.Generator().manual_seed(case.seed + 6)
-    bias = torch.randn(size, size, generator=generator)
+    bias = torch.randn(size, size, generator=generator) * case.spec.adds_bias
     away = torch.arange(size)[:, None] - torch.arange(size)
     return bias.masked_fill((away > 0) & (away % 3 == 1), -torch.inf)
 

@@ -26,7 +26,7 @@ class Visibility:
     - ``chunk_lookback``: with 0 or more, the window is replaced by chunks of sliding_window //
       (chunk_lookback + 1) tokens: a row sees its own and so many before. -1 for none.
     - ``qq_bias``: [n, n] floating or None, added to the score of a row (first index) and a new token of its
-      sequence; -inf hides the key.
+      sequence; -inf hides the key. [num_seqs, n, m] for one in each sequence, for all its keys.
     """
 
     causal: bool | torch.Tensor = True
@@ -182,10 +182,12 @@ class SequenceMask:
         return seen & within
 
     def _bias(self, position: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias of each row for each key, 0 for keys of the context, [rows, keys]."""
+        """Return the bias of each row for each key, [rows, keys]; [n, n] has 0 for keys of the context."""
         bias = self.rules.qq_bias
         if bias is None:
             return None
+        if bias.dim() == 3:
+            return bias[self.seq].to(position.device)[position - self.ctx_len][:, keys]
         new = keys >= self.ctx_len
         rows = bias.to(position.device)[position - self.ctx_len]
         found = rows.new_zeros(len(position), len(keys))

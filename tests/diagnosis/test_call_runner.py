@@ -13,7 +13,7 @@ from helpers.saved_calls import WRONG, call_of, kernel_file
 from helpers.sources import needs_triton, of_release
 
 import attnlab
-from attnlab.case.errors import InvalidCall
+from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.main import main
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
@@ -235,8 +235,8 @@ def test_a_function_that_takes_tensors_is_a_runner(tmp_path, monkeypatch):
         found = diagnose_captured(given, attnlab.Case(), runner=runner, limit=None)
         assert found.conclusion.startswith("causal_plus_one")
         assert not any("would show" in text for text in found.unknown)
-    found = attnlab.diagnose(call, backend="demanding:attention")
-    assert "argument extra must be one that a call holds" in found.unknown[-1]
+    with pytest.raises(InvalidCase, match="extra must be an argument that attnlab knows"):
+        attnlab.diagnose(call, backend="demanding:attention")
 
 
 def test_bad_runners(tmp_path, capsys):

@@ -88,8 +88,8 @@ def cells(*places: tuple[int, int]) -> torch.Tensor:
     return found
 
 
-def of_case(wrong: torch.Tensor, num_seqs: int = 2, **places: torch.Tensor) -> AccessFacts:
-    return AccessFacts(places=places, is_wrong=wrong, num_seqs=num_seqs)
+def of_case(wrong: torch.Tensor, **places: torch.Tensor) -> AccessFacts:
+    return AccessFacts(places=places, is_wrong=wrong)
 
 
 ROW_0, ROW_1 = cells((0, 0), (0, 1)), cells((1, 0), (1, 1))
@@ -141,13 +141,13 @@ def test_an_input_that_is_read_for_other_rows_is_not_read_for_its_own():
     }
 
 
-def test_a_fact_that_single_sequences_lack_is_about_several():
-    found = [of_case(ROW_0, read=ROW_0), of_case(ROW_0, num_seqs=1), of_case(ROW_1, read=ROW_1)]
+def test_a_fact_that_a_wrong_output_lacks_is_no_claim():
+    """A wrong slot of another sequence is one of the same sequence in a batch of one."""
+    found = [of_case(ROW_0, read=ROW_0), of_case(ROW_1, read=ROW_1)]
     claim = claim_of_facts(found)
-    assert claim == AccessClaim(facts=("read",), cases=1, several=True)
-    assert claim.holds_in(of_case(ROW_0, num_seqs=1))
+    assert claim == AccessClaim(facts=("read",), cases=1)
     assert not claim.holds_in(of_case(ROW_0))
-    assert claim_of_facts([of_case(ROW_0, read=ROW_0), of_case(ROW_0)]) is None
+    assert claim_of_facts([*found, of_case(ROW_0)]) is None
 
 
 def test_nothing_is_stated_of_kernels_that_are_not_interpreted():

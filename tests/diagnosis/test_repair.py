@@ -253,6 +253,18 @@ def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeyp
     assert find_claim(lab, case, [outside]) is None
 
 
+def test_an_edit_that_removes_a_mask_is_no_claim(tmp_path, monkeypatch):
+    """It hides that the mask is wrong, and reads slots without a token, which the kernel does not."""
+    lab = Lab(device="cpu")
+    mask = "value + at, mask=both"
+    case, _ = planted(tmp_path, mask, "value + at, mask=both & (slot < end - first)[:, None]")
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    for new, is_claim in (("both", True), ("(DIM > d)[None, :]", False)):
+        edit = edit_of(lab, case, "both & (slot < end - first)[:, None]", new)
+        assert (find_claim(lab, case, [edit]) is not None) == is_claim
+
+
 def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:
     """Return the edit of the first place of an expression of the kernel of a Case, which must be wrong."""
     with probing(Probe(records=True)) as probe:

@@ -1,6 +1,7 @@
 """Rules beyond the catalogue: wrong addresses, found from an output and confirmed on further cases."""
 
 from collections.abc import Callable
+from itertools import islice
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from helpers.faulty_labs import FaultyLab
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.rules import search
 from attnlab.diagnosis.rules.addresses import address_defects
 from attnlab.diagnosis.rules.outputs import (
     MERGE_LAWS,
@@ -344,3 +347,23 @@ def test_a_rule_may_concern_the_rows_of_one_kernel():
     assert found.rule is not None
     assert DECODES in found.rule.text
     assert "with row × stride 1 in place of row × stride 0" in found.rule.text
+
+
+def test_zeros_are_no_sign_of_reads_outside_of_the_cache(monkeypatch):
+    """Outputs of 0 also follow from a block that is subtracted: all values are then read before the cache."""
+    case = Case(
+        num_heads=4, num_queries_per_kv=2, head_size=64, block_size=16, sm_scale=0.125,
+        query_lens=(1, 5, 1), ctx_lens=(16, 15, 31), fill="all_rows", backend="model",
+        distribution="normal", empty_slots="nan", output_init="nan", reference_dtype="float64",
+        seed=827307999,
+    )  # fmt: skip
+    lab, two = Lab(device="cpu"), list(islice(further_cases(case), 2))
+    monkeypatch.setattr(search, "further_cases", lambda _: two)
+
+    def zeros(other: Case) -> torch.Tensor:
+        output = lab.output(other).clone()
+        starts = zip(other.lengths.token_start_loc, other.lengths.query_lens, strict=False)
+        output[[row for row, query_len in starts if query_len == 1]] = 0
+        return output
+
+    assert find_rule(lab, case, zeros) is None

@@ -45,7 +45,7 @@ def sglang(folder: Path, fault: str = "") -> Path:
 def call_of(op: Op, **fields):
     context = {} if op.context else {"ctx_lens": (0, 0)}
     lens = {"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16, **context}
-    backend = {"backend": "library:sglang"} if op.library == "sglang" else {}
+    backend = {} if op.library == "vllm" else {"backend": op.backends[0]}
     case = Case(op=op.name, num_heads=4, **lens, **backend, **fields)
     return Lab().call(case), Target.of(case)
 

@@ -12,6 +12,7 @@ from helpers.recorded import KERNEL, batch, flash_attention_module, flashinfer_m
 import attnlab
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.recorder.capture import Capture
+from attnlab.replay.parts import KeptSequence, with_sequences
 
 
 @pytest.fixture
@@ -215,12 +216,62 @@ def test_what_has_no_reference_is_kept_and_named():
         attnlab.diagnose(calls[-1])
 
 
-def test_sdpa_with_a_mask_is_not_recorded():
-    mask = torch.ones(7, 7, dtype=torch.bool)
-    query = torch.randn(1, 2, 7, 32)
+def masks():
+    torch.manual_seed(1)
+    return {
+        "booleans": torch.rand(2, 1, 5, 9) > 0.3,
+        "of a sequence": torch.rand(5, 9) > 0.3,
+        "of a head": torch.randn(2, 4, 5, 9),
+        "added": torch.randn(5, 9).masked_fill(torch.rand(5, 9) > 0.7, -torch.inf),
+    }
+
+
+@pytest.mark.parametrize("name", masks())
+def test_sdpa_with_a_mask(name):
+    """The mask is in the call: the output is right, that of a mask with other rows is not."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 32) for heads, n in ((4, 5), (2, 9), (2, 9)))
+    mask = masks()[name]
+    mask[..., 0] = 1
+    with attnlab.capture() as calls:
+        for one in (mask, mask.roll(1, -2)):
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=one, enable_gqa=True
+            )
+    first, second = calls
+    assert attnlab.diagnose(first).status == "nothing wrong"
+    assert attnlab.diagnose(first, second.output).status != "nothing wrong"
+    assert first.qq_bias.shape == (2 if "head" not in name else 8, 5, 9)
+
+
+def test_a_part_of_a_call_has_its_part_of_the_mask():
+    query, mask = torch.randn(3, 2, 6, 16), torch.rand(3, 1, 6, 6) > 0.4
+    mask[..., 0] = True
     with attnlab.capture() as calls:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-    assert not calls
+    kept = [KeptSequence(seq=2, first=1, last=6), KeptSequence(seq=0, first=0, last=6)]
+    part = with_sequences(calls[0], kept)
+    assert attnlab.diagnose(part).status == "nothing wrong"
+    assert attnlab.diagnose(part, part.output.roll(1, 0)).status != "nothing wrong"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention():
+    """mask_mod and score_mod are evaluated; what they hide or add is in the call."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 16, 16)
+    slopes = torch.randn(4)
+    block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
+    with attnlab.capture() as calls:
+        for shift in (0, 1):
+            flex.flex_attention(
+                *[query] * 3,
+                block_mask=block_mask,
+                score_mod=lambda s, b, h, i, j, shift=shift: s + slopes[h] * (j - i + shift * j),
+            )
+    assert attnlab.diagnose(calls[0]).status == "nothing wrong"
+    assert attnlab.diagnose(calls[0], calls[1].output).status != "nothing wrong"
 
 
 # Libraries that are not installed where the tests run: modules with their signatures stand in for them.

@@ -71,6 +71,24 @@ def test_dense():
 
 def test_no_attention():
     torch.testing.assert_close(kern.update(*batch()), batch()[0])
+
+
+def test_unnamed():
+    q, k, v = torch.randn(3, 2, 4, 20, 16)
+    output = (q @ k.mT / 4).softmax(-1) @ v
+    assert torch.allclose(output, 2 * output)
+
+
+def test_left_out():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = torch.randn(3, 2, 4, 16, 16)
+    flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.tanh(score))
+    assert False
+
+
+def test_without_tensors():
+    assert False
 """
 
 
@@ -103,6 +121,16 @@ def test_a_function_that_is_no_attention_is_not_accused(sections):
     assert "not decided" in sections["no_attention"]
     assert "wrong side" not in sections["no_attention"]
     assert "attnlab_ops=kern:update" in sections["no_attention"]
+
+
+def test_a_failed_test_without_a_call_says_why(sections):
+    """One line names what was seen, why it was not read, and what to add; a test without tensors has none."""
+    add = "add the function that computes attention: -o attnlab_ops=MODULE:FUNCTION"
+    unnamed = f"no attention call: no function that attnlab knows was called; {add}\n"
+    assert unnamed in sections["unnamed"]
+    why = "flex_attention (score_mod does more than add to a score)"
+    assert f"{why}; {add}" in sections["left_out"]
+    assert "no attention call" not in sections["without_tensors"]
 
 
 def test_functions_of_test_modules_count_if_there_are_no_others(tmp_path, monkeypatch):

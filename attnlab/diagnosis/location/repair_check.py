@@ -60,7 +60,7 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 5, "mask": "causal"},  # a window to the left alone
     {"sliding_window": 5, "mask": "bidirectional"},
     {"sliding_window": 5, "freed": "empty"},
-    {"softcap": 2.0},
+    {"softcap": 3.1},
     {"softcap": None},
     {"alibi": True},
     {"alibi": False},
@@ -351,9 +351,11 @@ def _claim_of(
     """
     if not _holds(proofs, repair, end):
         return None
-    leaks = any(proof.leaks(repair) for proof in proofs)
-    if leaks and not proofs[0].is_about_numbers:
+    leaking = [proof for proof in proofs if proof.leaks(repair)]
+    if leaking and not proofs[0].is_about_numbers:
         return None
+    if not all(proof.has_leak for proof in leaking):
+        return None  # the edit removes a mask, which may hide the fault
     cases = _repaired_cases(proofs, varied, more, repair, end)
     if cases < _FEWEST:
         return None
@@ -365,7 +367,7 @@ def _claim_of(
         repair=repair,
         source=linecache.getline(*repair.line).strip(),
         cases=cases,
-        only_finite=leaks,
+        only_finite=bool(leaking),
         is_stated=not is_constant,
         untouched=untouched,
     )
@@ -599,10 +601,12 @@ class _Proof:
 
     def _spreads_nan(self, repair: Repair) -> bool:
         """Answer whether, with NaN in slots without a token, an edit adds elements that are NaN."""
-        edited, plain = (self._result("nan", one) for one in (repair, None))
-        if edited is None or plain is None or edited[1].shape != plain[1].shape:
-            return False
-        return bool((edited[1].float().isnan() & ~plain[1].float().isnan()).any())
+        return _adds_nan(self._result("nan", repair), self._result("nan", None))
+
+    @property
+    def has_leak(self) -> bool:
+        """Answer whether NaN in slots without a token reaches the output without an edit."""
+        return _adds_nan(self._result("nan", None), self._result("garbage", None))
 
     def is_repaired(self, repair: Repair) -> bool:
         """Answer whether the output is wrong without an edit and right with it, with finite numbers."""
@@ -618,6 +622,15 @@ class _Proof:
     def leaks(self, repair: Repair) -> bool:
         """Answer whether NaN makes an output wrong that is right with finite numbers."""
         return bool(self._is_right("garbage", repair)) and not self._is_right("nan", repair)
+
+
+def _adds_nan(
+    one: tuple[bool, torch.Tensor] | None, other: tuple[bool, torch.Tensor] | None
+) -> bool:
+    """Answer whether a run has NaN in elements in which another has none."""
+    if one is None or other is None or one[1].shape != other[1].shape:
+        return False
+    return bool((one[1].float().isnan() & ~other[1].float().isnan()).any())
 
 
 def with_repair(lab: Lab, case: Case, diagnosis: Diagnosis, repairs: Sequence[Repair]) -> Diagnosis:

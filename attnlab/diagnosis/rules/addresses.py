@@ -12,9 +12,10 @@ from itertools import combinations
 
 import torch
 
-from attnlab.case.ops import ENCODER, MERGE, PREFILL, WRAPPER
+from attnlab.case.ops import ENCODER, PREFILL, WRAPPER
 from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import divisions
+from attnlab.kernels.triton.run_log import number_outside
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall
@@ -84,11 +85,14 @@ class TensorMemory:
             },
         )
 
-    def read(self, address: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is stored at addresses relative to the base, and which of them are inside."""
-        at = address + self.base
-        inside = (at >= 0) & (at < len(self.flat))
-        return self.flat[at.clamp(0, len(self.flat) - 1)], inside
+    def read(self, address: torch.Tensor) -> torch.Tensor:
+        """Return what a load gets from addresses relative to the base.
+
+        Outside of the memory, that is the number that the interpreter loads there.
+        """
+        at, size = address + self.base, len(self.flat)
+        stored = self.flat[at.clamp(0, size - 1)]
+        return torch.where((at >= 0) & (at < size), stored, number_outside(stored.dtype))
 
     def after(
         self, numbers: torch.Tensor, to: torch.Tensor, at: torch.Tensor, is_moved: torch.Tensor
@@ -502,7 +506,7 @@ def _is_modelled(call: KernelCall) -> bool:
     """Answer whether every scale is one number, and a cache is small enough to be copied."""
     scales = (call.k_scale, call.v_scale)
     is_plain = all(not isinstance(scale, torch.Tensor) or scale.numel() == 1 for scale in scales)
-    return is_plain and call.key_cache.numel() <= _MOST_COPIED and call.op != MERGE
+    return is_plain and call.key_cache.numel() <= _MOST_COPIED and not call.spec.merges
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
@@ -536,8 +540,8 @@ def _change(rule: Rule) -> ChangeInputs:
         if tensors == ("query",):
             features = row_features(problem, row_slice.seq, row_slice.tokens, row_slice.heads)
             one = memory["query"]
-            query = _read(one, _address(rule, problem, "query", one, features))
-            return dataclasses.replace(inputs, query=query.expand_as(inputs.query))
+            query = one.read(_address(rule, problem, "query", one, features))
+            return dataclasses.replace(inputs, query=query.double().expand_as(inputs.query))
         return dataclasses.replace(
             inputs,
             key=_keys(rule, tensors, problem, row_slice, inputs.key, ("key_cache", "key")),
@@ -574,7 +578,7 @@ def _keys(
     if length > cached and arguments in tensors and arguments in memory:
         features = _features(rule, problem, row_slice, torch.arange(cached, length))
         address = _address(rule, problem, arguments, memory[arguments], features)
-        new = _read(memory[arguments], address).expand_as(new)
+        new = memory[arguments].read(address).double().expand_as(new)
     return torch.cat([old, new])
 
 
@@ -590,10 +594,9 @@ def _features(
 
 
 def _blocks(rule: Rule, problem: Problem, features: Features) -> torch.Tensor:
-    """Return the block of each position; 0 for an entry outside of the block table."""
+    """Return the block of each position."""
     table = memory_of(problem.call)["block_table"]
-    block, inside = table.read(_address(rule, problem, "block_table", table, features))
-    return torch.where(inside, block.long(), 0)
+    return table.read(_address(rule, problem, "block_table", table, features)).long()
 
 
 def _address(
@@ -605,19 +608,11 @@ def _address(
     return OWN.address(memory.terms, features, dict(memory.strides))
 
 
-def _read(memory: TensorMemory, address: torch.Tensor) -> torch.Tensor:
-    """Return what is read at addresses; the interpreter reads 0 outside of a tensor."""
-    stored, inside = memory.read(address)
-    return torch.where(inside, stored.double(), 0.0)
-
-
 def _read_cache(
     problem: Problem, memory: TensorMemory, address: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the decoded elements of a cache at addresses; 0 outside of it."""
-    stored, inside = memory.read(address)
+    """Return the decoded elements of a cache at addresses."""
+    stored = memory.read(address)
     if problem.written.is_fp8:
-        read = problem.written.decode(stored.contiguous()).double() * scale
-    else:
-        read = stored.double()
-    return torch.where(inside, read, 0.0)
+        return problem.written.decode(stored.contiguous()).double() * scale
+    return stored.double()

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from attnlab.case.ops import MERGE, UNIFIED
+from attnlab.case.ops import UNIFIED
 from attnlab.defects.edit import Defect
 from attnlab.diagnosis.rules.divisions import LOOPS, VisitedSlots, Visits, visits
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
@@ -133,7 +133,7 @@ class MaskLaw:
 
 def mask_defects(problem: Problem) -> list[Defect]:
     """Return the rules about masks that a call allows, each as a defect."""
-    if problem.call.op == MERGE or not problem.call.visibility.is_plain:
+    if problem.call.spec.merges or not problem.call.visibility.is_plain:
         return []
     found: dict[str, Defect] = {}
     for visited in visits(problem):

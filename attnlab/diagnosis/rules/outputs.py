@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, MERGE, UNIFIED
+from attnlab.case.ops import DECODE_FWD, UNIFIED
 from attnlab.defects.edit import Compute, Defect
 from attnlab.diagnosis.rules.addresses import (
     FAMILY,
@@ -85,8 +85,7 @@ class MergeRule:
         for name, one in _merge_memory(problem.call, problem).items():
             rule = self.rule if name == self.rule.tensor else OWN
             address = rule.address(one.terms, features_of_rows(problem), _sizes(problem, one))
-            stored, inside = one.read(address)
-            read[name] = torch.where(inside, stored.double(), 0.0)
+            read[name] = one.read(address).double()
         lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
         parts = [read["prefix_output"], read["suffix_output"]]
         if self.kind in _WEIGHTS_ADDED:
@@ -221,7 +220,7 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule, str]]:
     for rule in rules_of("output", memory, _sizes(problem, memory), others):
         for part in parts:
             yield OutputRule(rule, part), text_of(part, rule.text(ROW_TERMS))
-    if call.op == MERGE:
+    if call.spec.merges:
         for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED):
             yield MergeRule(kind=kind), f"in the merge, {kind}"
         for name, one in _merge_memory(call, problem).items():
@@ -289,7 +288,7 @@ def _sizes(problem: Problem, memory: TensorMemory) -> dict[str, int]:
 def _other_strides(problem: Problem) -> dict[str, int]:
     """Return the strides of the op's tensors, which may be taken for those of another tensor."""
     call = problem.call
-    memory = dict(_merge_memory(call, problem)) if call.op == MERGE else dict(memory_of(call))
+    memory = dict(_merge_memory(call, problem)) if call.spec.merges else dict(memory_of(call))
     memory["output"] = TensorMemory.of(call.buffer, ROW_TERMS)
     found = {f"{name} {key}": n for name, one in memory.items() for key, n in one.strides.items()}
     heads = call.query.shape[1]  # kernels compute the stride of a row from that of a head
@@ -316,7 +315,7 @@ def wrong_addresses(
     each [num_tokens, num_heads] float64.
     """
     yield from _stored(problem, values, expected, bound)
-    if problem.call.op == MERGE:
+    if problem.call.spec.merges:
         yield from _read(problem, values, bound)
 
 
@@ -329,7 +328,7 @@ def _stored(
     """
     rows, heads = expected.shape
     is_merge = (
-        problem.call.op == MERGE
+        problem.call.spec.merges
     )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
     memory = TensorMemory(
         flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
@@ -361,15 +360,15 @@ def _read(problem: Problem, values: torch.Tensor, bound: torch.Tensor) -> Iterat
     memory = {name: TensorMemory.of(getattr(parts, name), LSE_TERMS) for name in _LSES}
     features = _features(problem)
     right = {
-        name: one.read(OWN.address(one.terms, features, dict(one.strides)))[0].double()
+        name: one.read(OWN.address(one.terms, features, dict(one.strides))).double()
         for name, one in memory.items()
     }
     merged = torch.logaddexp(*right.values())
     for name, one in memory.items():
         factors = dict(one.strides) | sizes_of(problem.call)
         for rule in rules_of(name, one, factors):
-            stored, inside = one.read(rule.address(one.terms, features, factors))
-            read = torch.where(inside, stored.double(), 0.0).expand(values.shape)
+            read = one.read(rule.address(one.terms, features, factors)).double()
+            read = read.expand(values.shape)
             found = torch.logaddexp(*(right | {name: read}).values())
             for part in parts_of(problem):
                 given = torch.where(rows_of(problem, part)[:, None], found, merged)
@@ -451,18 +450,17 @@ class ScratchRule:
     def _through(
         self, memory: TensorMemory, numbers: torch.Tensor, rule: AddressRule, problem: Problem
     ) -> torch.Tensor:
-        """Return what is read after numbers were stored; outside of the tensor, 0 is read."""
+        """Return what is read after numbers were stored."""
         features = _scratch_features(problem, numbers.shape)
         sizes = dict(memory.strides) | sizes_of(problem.call)
         to, at = (
-            (one.address(memory.terms, features, sizes) + memory.base).expand(numbers.shape)
+            one.address(memory.terms, features, sizes).expand(numbers.shape)
             for one in ((rule, OWN) if self.stored else (OWN, rule))
         )
-        flat = memory.flat.clone()
+        flat, to = memory.flat.clone(), to + memory.base
         inside = (to >= 0) & (to < len(flat)) & ~numbers.isnan()
         flat[to[inside]] = numbers[inside]
-        is_in = (at >= 0) & (at < len(flat))
-        return torch.where(is_in, flat[at.clamp(0, len(flat) - 1)], 0.0)
+        return replace(memory, flat=flat).read(at)
 
 
 def scratch_defects(problem: Problem) -> list[Defect]:
@@ -521,7 +519,7 @@ def _is_one_address(rule: AddressRule, memory: TensorMemory, problem: Problem) -
 def highest_of_parts(problem: Problem) -> torch.Tensor:
     """Return the highest log-sum-exp of merged parts, [rows, heads] float64; NaN for other ops."""
     call = problem.call
-    if call.op == MERGE:
+    if call.spec.merges:
         parts = partials(call, problem.target)
         return torch.maximum(parts.prefix_lse, parts.suffix_lse).T.double()
     splits = [one for one in divisions(problem) if one.merge == "running"]

@@ -13,14 +13,19 @@ from attnlab.diagnosis.confirmation import is_hidden
 from attnlab.diagnosis.decision import Examination, examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun, further_cases, whole_tiles_case, with_known_contents
-from attnlab.diagnosis.rules.addresses import address_defects
+from attnlab.diagnosis.rules.addresses import FAMILY, address_defects
 from attnlab.diagnosis.rules.divisions import LOOPS
 from attnlab.diagnosis.rules.masks import mask_defects
 from attnlab.diagnosis.rules.outputs import output_defects, scratch_defects
 from attnlab.diagnosis.rules.rule import is_about_part
 from attnlab.diagnosis.rules.softmax import loop_defects, softmax_defects
+from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
+
+_OUTSIDE = (
+    56  # what loads outside of all tensors get in a further run; 1.0 as a byte in float8_e4m3fn
+)
 
 
 def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
@@ -55,6 +60,7 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
             left = sorted(left, key=lambda one: not is_hidden(problem, one.defect))  # stable
     left = [one for one in left if one.name in shown]
     left = _separated(lab, case, left, rerun) if len(left) > 1 else left
+    left = _true_of_outside(lab, case, left, rerun)
     if not left or not cases:
         return None
     kinds = {one.defect.family: one for one in reversed(left)}  # the first of each kind
@@ -78,6 +84,21 @@ def _separated(lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun) 
     except AttnLabError:
         return candidates
     return kept if again.diagnosis.is_wrong else candidates
+
+
+def _true_of_outside(
+    lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun
+) -> list[Candidate]:
+    """Return the candidates that also give the output of a run in which loads outside of all tensors get
+    other numbers than 0.
+
+    Zeros are what any address outside gives, and what other faults may give.
+    """
+    if not any(one.defect.family == FAMILY for one in candidates):
+        return candidates
+    known = with_known_contents(case)
+    with other_outside(_OUTSIDE):
+        return _confirmed(lab, known, rerun(known), candidates)[0]
 
 
 def rules_of(problem: Problem) -> tuple[Defect, ...]:

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from attnlab.case.ops import MERGE
 from attnlab.defects.edit import Compute, Defect, Rows
 from attnlab.diagnosis.rules.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of
@@ -244,7 +243,8 @@ class _Part:
             higher = higher.clamp(min=0.0)
         subtracted = step.weight_minus * higher
         if step.of_tile and scores.shape[-1]:
-            subtracted = scores.amax(-1, keepdim=True)
+            # Most rows do not visit a tile in which no key is seen; one that does becomes NaN.
+            subtracted = scores.amax(-1, keepdim=True).clamp(min=_LOWEST)
         exps = _exp(scores - subtracted, step.weight)
         before = torch.ones_like(self.total) if step.sum_is_one else self.total
         scale = _exp(self.maximum - step.sum_minus * higher, step.rescale_sum)
@@ -310,7 +310,7 @@ _Edits = dict[str, Callable[[Rows], AttentionInputs]]
 def loop_defects(problem: Problem) -> list[Defect]:
     """Return the rules about one loop that a call allows, each as a defect."""
     call, seqs = problem.call, problem.computed_seqs()
-    if call.op == MERGE or not call.visibility.is_plain:
+    if call.spec.merges or not call.visibility.is_plain:
         return []
     has_alibi, has_sinks = call.alibi_slopes is not None, call.sinks is not None
     found: dict[int | None, _Edits] = {
@@ -593,7 +593,7 @@ _RUNNING: dict[str, SoftmaxLaw] = {
 
 def softmax_defects(problem: Problem) -> list[Defect]:
     """Return the rules about the softmax that a call allows, each as a defect."""
-    if problem.call.op == MERGE or not problem.call.visibility.is_plain:
+    if problem.call.spec.merges or not problem.call.visibility.is_plain:
         return []
     return [
         Defect(

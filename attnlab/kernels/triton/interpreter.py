@@ -56,7 +56,7 @@ from attnlab.kernels.triton.launch_plan import (
     one_at_a_time,
 )
 from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep, using_lockstep
-from attnlab.kernels.triton.patches import is_bfloat16, language, with_bool_ops
+from attnlab.kernels.triton.patches import bind_libdevice, is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import (
     Accesses,
@@ -324,6 +324,8 @@ def load_triton(interpret: bool) -> Any:
             f"Triton was imported to {done} in this process: set {VARIABLE}={wanted} before it is "
             "imported, or start a new process"
         )
+    if interpret:
+        bind_libdevice(triton.runtime.interpreter)
     return triton
 
 

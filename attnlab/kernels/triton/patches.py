@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import functools
+import importlib
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.block_pointers import is_needed, patch_block_pointers
 from attnlab.kernels.triton.kernel_text import AND_CALL, CHAIN_CALL, FOR_CALL, OR_CALL, WHILE_CALL
 from attnlab.kernels.triton.run_log import Memory, RunLog, counting, iterated, values_outside
 
@@ -484,6 +487,72 @@ def _computation_type(compute: Any) -> Any:
 Placed = Callable[[str, Any, Any, int], tuple[Any, Any]]
 
 
+# Functions of the language, and of a GPU's library, that a module has under names of its own.
+
+_LIBDEVICE: dict[str, Callable[..., Any]] = {
+    "tanh": np.tanh, "exp": np.exp, "exp2": np.exp2, "exp10": lambda x: np.power(x.dtype.type(10), x),
+    "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
+    "sin": np.sin, "cos": np.cos, "tan": np.tan, "sinh": np.sinh, "cosh": np.cosh, "atan": np.arctan,
+    "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "pow": np.power, "fdivide": np.divide,
+    "fmod": np.fmod, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "rint": np.rint,
+    "fabs": np.abs, "fmin": np.fmin, "fmax": np.fmax,
+}  # fmt: skip
+_SYMBOL = re.compile(r"__(?:nv|ocml|ocml_native)_(?:fast_)?(\w+?)(?:_f32|_f64|f)?")
+
+
+def bind_aliases(interpreter: Any, names: dict[str, Any]) -> None:
+    """Let the names of a module that hold functions of the language, as in ``exp2 = tl.exp2``, work as those.
+
+    Triton patches the language for a launch, but not what a module took from it before.
+    """
+    for name, value in [*names.items()]:
+        if interpreter.tl.core.is_builtin(value) and not hasattr(value, "is_bound"):
+            names[name] = _bound(interpreter, value)
+
+
+@functools.cache
+def bind_libdevice(interpreter: Any) -> None:
+    """Let the functions of a GPU's library work in the interpreter, by whatever name a kernel calls them.
+
+    ``triton.language.extra.libdevice``, which a driver replaces, gets those of CUDA.
+    """
+    extra = interpreter.tl.extra
+    for module in (extra.cuda, extra.cuda.libdevice, extra.hip.libdevice):
+        bind_aliases(interpreter, vars(module))
+    general = importlib.import_module(f"{extra.__name__}.libdevice")
+    for name, function in vars(extra.cuda.libdevice).items():
+        if interpreter.tl.core.is_builtin(function):
+            setattr(general, name, function)
+
+
+def _bound(interpreter: Any, function: Any) -> Any:
+    """Return a function of the language that uses the interpreter's semantic, if it is given none."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **{"_semantic": interpreter.interpreter_semantic, **named})
+
+    call.is_bound = True  # type: ignore[attr-defined]
+    return call
+
+
+def _patch_library(interpreter: Any, scope: Any) -> None:
+    """Compute functions of a GPU's library with NumPy; a kernel's wait for the one before it does nothing."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+    def computed(
+        self: Any, library: Any, path: Any, symbol: str, args: list[Any], *rest: Any
+    ) -> Any:
+        match = _SYMBOL.fullmatch(symbol)
+        if match is None or match[1] not in _LIBDEVICE:
+            raise Unavailable(f"{symbol} of a GPU's library is not interpreted")
+        return handle(_LIBDEVICE[match[1]](*(one.data for one in args)), args[0].dtype.scalar)
+
+    scope.set_attr(builder, "create_extern_elementwise", computed)
+    for name in ("wait", "launch_dependents"):
+        scope.set_attr(builder, f"create_grid_dependency_{name}", lambda self: None)
+
+
 class Extension(Protocol):
     """Further patches of the language, after those of this module.
 
@@ -529,6 +598,7 @@ class _Launch:
         if id(names) in self.modules:
             return
         self.modules.add(id(names))
+        bind_aliases(interpreter, names)
         known = (interpreter.tl, interpreter.tl.core)
         found = {id(one) for one in names.values() if one is known[0] or one is known[1]}
         if found and found <= self.langs:
@@ -601,10 +671,13 @@ def _patched(
     if extension is not None:
         extension.patch_language(scope)
     if is_first:
+        if is_needed(interpreter):
+            patch_block_pointers(interpreter, scope)
         patch_bfloat16(interpreter, scope)
         cache_types(interpreter, scope)
         patch_operations(interpreter, scope)
         _fix(interpreter, scope)
+        _patch_library(interpreter, scope)
         _make_handles(interpreter, scope)
         _skip_overflow_checks(interpreter, scope)
         _watch(interpreter, scope)

@@ -209,7 +209,8 @@ class Watched:
     def of(cls, call: KernelCall) -> "Watched":
         """Return the shapes of a call, with its caches in both of vLLM's layouts, and one slot after another.
 
-        Interleaved values (``interleave_v``) are not traced; their keys are.
+        An op without an x-split cache may have its heads before its slots. Interleaved values
+        (``interleave_v``) are not traced; their keys are.
         """
         blocks, kv_heads, head_size, block_size = call.value_cache.shape
         caches = {
@@ -220,6 +221,8 @@ class Watched:
         }
         if call.interleave_v:
             del caches[tuple(call.value_cache.shape)]
+        if call.spec.cache_layout == "flash":
+            caches[blocks, kv_heads, block_size, head_size] = (0, 2)
         return cls(
             rows=(call.query.shape[0], call.query.shape[1:].numel()),
             new=(call.key.data_ptr(), call.value.data_ptr()),
@@ -458,6 +461,14 @@ class Memory:
         if before[i] > 0:
             return f"{away} bytes before {self._names[i]}"
         return f"{away} bytes after the end of {self._names[i]}"
+
+
+def number_outside(dtype: torch.dtype) -> float:
+    """Return what a load of a dtype gets outside of all tensors; of one byte, its bits as a number."""
+    number = _OUTSIDE.get()
+    if dtype == torch.bfloat16 and not math.isnan(number):
+        return torch.tensor(int(number), dtype=torch.int16).view(dtype).item()
+    return number if dtype.is_floating_point or not math.isnan(number) else 1
 
 
 def values_outside(values: Any, asked: Any, inside: Any) -> Any:

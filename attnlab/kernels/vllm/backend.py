@@ -257,6 +257,10 @@ class VllmBackend(Backend):
         return find_source(self.path)
 
     @property
+    def op_source(self) -> Source:
+        return self.source
+
+    @property
     def device(self) -> str:
         """Return "cuda" or "cpu".
 

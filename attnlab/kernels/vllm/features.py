@@ -113,7 +113,8 @@ def _reached(
         found[file, name] = (file, module, node)
         for used in _names(node):
             where, original = module.imports.get(used, (file.stem, used))
-            if (other := file.with_name(f"{where}.py")).is_file():
+            other = (source.root if "/" in where else file.parent) / f"{where}.py"
+            if other.is_file():
                 waiting.append((other, original))
     return list(found.values())
 
@@ -127,8 +128,10 @@ def file_kernels(file: Path) -> list[Function]:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """The functions of a module, what it imports from modules of its folder as (module, name), and its
-    lines."""
+    """The functions of a module, what it imports from modules of ops as (module, name), and its lines.
+
+    A module is a file of the same folder, or has a path in the source, both without ".py".
+    """
 
     functions: dict[str, ast.FunctionDef]
     imports: dict[str, tuple[str, str]]
@@ -151,9 +154,10 @@ def _imports(nodes: Iterable[ast.ImportFrom]) -> Iterator[tuple[str, tuple[str, 
     packages = (package_of(name) for name in libraries())
     folders = {folder.replace("/", ".") for one in packages for folder in one.folders}
     for node in nodes:
-        package, _, leaf = (node.module or "").rpartition(".")
-        if node.level == 1 or package in folders:
-            yield from ((one.asname or one.name, (leaf, one.name)) for one in node.names)
+        where = node.module or ""
+        if node.level == 1 or where.rpartition(".")[0] in folders:
+            path = where if node.level else where.replace(".", "/")
+            yield from ((one.asname or one.name, (path, one.name)) for one in node.names)
 
 
 def _names(function: ast.FunctionDef) -> set[str]:
@@ -187,17 +191,15 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "sinks": ("sinks",),
     "softcap": ("softcap",),
     "num_splits": ("splits",),
+    "sm_scale": ("sm_scale", "scale"),
     "interleave_v": ("interleave_v",),
     "output_scale": ("output_scale",),
 }
-_PREPARED = (
-    "alibi",
-    "sliding_window",
-    "interleave_v",
-)  # by the lab, for ops that compute no scores
+# By the lab, for ops that compute no scores.
+_PREPARED = ("alibi", "sliding_window", "interleave_v", "sm_scale")
 _PLAIN: dict[str, Any] = {
     **{"mask": CAUSAL, "op_argument": NONE, "sliding_window": 0},
-    **{"softcap": None, "num_splits": None, "output_scale": None},
+    **{"softcap": None, "num_splits": None, "output_scale": None, "sm_scale": None},
 }
 
 
@@ -226,6 +228,7 @@ def check_call(
         "sinks": call.sinks,
         "softcap": call.softcap,
         "num_splits": call.num_splits,
+        "sm_scale": call.sm_scale,
         "output_scale": call.output_scale,
         "interleave_v": call.interleave_v or None,
         "sliding_window": call.sliding_window or None,
@@ -253,7 +256,8 @@ def names_inside(source: Source, op: str) -> frozenset[str]:
 
 
 def not_applicable(source: Source, op: str) -> list[str]:
-    """Return one line with the features that an op of a vLLM lacks, of those that it has in some release."""
+    """Return a line with the features that an op lacks, of those that it has in some release, and a line for
+    each that its record leaves out."""
     if not has_op(source, op):
         return [f"{op}: not applicable: {source.text()} has no function {OPS[op].function}"]
     found: dict[str, list[str]] = {}
@@ -261,7 +265,8 @@ def not_applicable(source: Source, op: str) -> list[str]:
         if lack := lacks(source, op, field, value):
             found.setdefault(lack, []).append(value or field)
     texts = [f"{', '.join(names)} ({lack})" for lack, names in found.items()]
-    return [f"{op}: not applicable: {'; '.join(texts)}"] if texts else []
+    left_out = [f"{op}: left out: {what}: {why}" for what, why in OPS[op].left_out.items()]
+    return [*([f"{op}: not applicable: {'; '.join(texts)}"] if texts else []), *left_out]
 
 
 def features_of(op: Op) -> Iterator[tuple[str, str]]:
@@ -269,7 +274,7 @@ def features_of(op: Op) -> Iterator[tuple[str, str]]:
     for field, names in _FIELDS.items():
         if field != "output_scale" and op.parameters(*names):
             yield field, ""
-    yield from (("mask", name) for name, mask in MASKS.items() if op.name in mask.ops)
+    yield from (("mask", name) for name, mask in MASKS.items() if mask.is_of(op.name))
     yield from (
         ("op_argument", name) for name, one in OP_ARGUMENTS.items() if op.name in one.requires
     )
@@ -292,7 +297,7 @@ def _needs(op: str, field: str, value: Any) -> Needs | None:
         return OP_ARGUMENTS[value].requires.get(op)
     if field == "mask":
         mask = MASKS[value]
-        if op in mask.ops:
+        if mask.is_of(op):
             return Needs(own=record.parameters(*mask.states), inside=mask.inside)
         return None if record.writes_cache else _ABSENT
     if not record.scores and field in _PREPARED:

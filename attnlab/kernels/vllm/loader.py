@@ -8,6 +8,7 @@ several releases can be loaded in one process, and a module that fails to load l
 
 import ast
 import builtins
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -17,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.platforms import Platform
@@ -97,30 +101,42 @@ def _listed(name: str, module: ModuleType) -> Iterator[None]:
 
 
 class Stub(ModuleType):
-    """A module of a package that is not loaded. Its names exist; calling one raises Unavailable."""
+    """A module of a package that is not loaded. Its names exist; calling one raises Unavailable.
+
+    ``why``: why it is not loaded, "" if it has no attention ops. ``run``: executes the ``__init__`` of a
+    folder, which happens when a name is first asked for; returns why it cannot, or "".
+    """
+
+    def __init__(self, name: str, why: str = "", run: Callable[[ModuleType], str] | None = None):
+        super().__init__(name)
+        self._why, self._run = why, run
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Absent(f"{self.__name__}.{name}")
+        if self._run is not None:
+            run, self._run = self._run, None
+            self._why = run(self)
+            if name in vars(self):
+                return vars(self)[name]
+        return Absent(f"{self.__name__}.{name}", self._why)
 
 
 class Absent:
     """A name in a module that is not loaded; calling it raises Unavailable."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, why: str = "") -> None:
+        self._name, self._why = name, why
 
     def __getattr__(self, name: str) -> "Absent":
         if name.startswith("__"):
             raise AttributeError(name)
-        return Absent(f"{self._name}.{name}")
+        return Absent(f"{self._name}.{name}", self._why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         package = self._name.partition(".")[0].replace("vllm", "vLLM")
-        raise Unavailable(
-            f"{self._name} was called, but the lab loads only {package}'s attention ops"
-        )
+        why = self._why or f"the lab loads only {package}'s attention ops"
+        raise Unavailable(f"{self._name} was called, but {why}")
 
 
 class Loader:
@@ -134,7 +150,9 @@ class Loader:
         self, source: Source, stubs: Mapping[str, ModuleType], is_marked: bool = False
     ) -> None:
         self._source, self._is_marked = source, is_marked
+        self._folders = {source.root / folder for folder in source.ops_folders}
         self._modules: dict[str, ModuleType] = dict(stubs)
+        self._has_gpu = torch.cuda.is_available()
         self._ops: dict[str, ModuleType] = {}
 
     def load(self, op: str) -> ModuleType:
@@ -145,28 +163,53 @@ class Loader:
         if op not in self._ops:
             file = self._source.op_file(op)
             name = ".".join(file.relative_to(self._source.root).with_suffix("").parts)
+            if name not in self._modules:
+                self._run(name, file)
             self._ops[op] = self._import(name)
         return self._ops[op]
 
     def _import(self, name: str) -> ModuleType:
         """Return the module ``name``: from the table, or load an op module, or make a stub."""
         if name not in self._modules:
-            folder, _, leaf = name.rpartition(".")
-            if folder.replace(".", "/") in self._source.ops_folders:
-                self._run(name, leaf)
-            else:
-                self._modules[name] = Stub(name)
+            self._modules[name] = self._loaded(name)
         if "." in name:
             folder, _, leaf = name.rpartition(".")
             setattr(self._import(folder), leaf, self._modules[name])
         return self._modules[name]
 
-    def _run(self, name: str, leaf: str) -> None:
-        """Execute an op module; it stays in the table only if all of it ran."""
-        file = self._source.op_file(leaf)
-        module = ModuleType(name)
+    def _loaded(self, name: str) -> ModuleType:
+        """Return a module that the table does not have.
+
+        Of a package without a record, a module that cannot run is a stub: the op may not need it.
+        """
+        path, is_whole = self._source.root / name.replace(".", "/"), self._source.package.is_whole
+        file = path.with_suffix(".py")
+        if path.parent not in self._folders and not is_whole:
+            return Stub(name)
+        if not is_whole:
+            file = file if file.is_file() or path.is_dir() else self._source.op_file(path.name)
+            return Stub(name) if path.is_dir() else self._run(name, file)
+        if file.is_file():
+            try:
+                return self._run(name, file)
+            except Unavailable as error:
+                return Stub(name, str(error))
+        init = path / "__init__.py"
+        why = "" if path.is_dir() else f"{self._source.text()} has no module {name}"
+        return Stub(name, why, partial(self._init, init) if init.is_file() else None)
+
+    def _init(self, file: Path, module: ModuleType) -> str:
+        try:
+            self._run(module.__name__, file, module)
+        except Unavailable as error:
+            return str(error)
+        return ""
+
+    def _run(self, name: str, file: Path, module: ModuleType | None = None) -> ModuleType:
+        """Execute a module; it stays in the table only if all of it ran."""
+        is_init, module = module is not None, module or ModuleType(name)
         module.__file__ = str(file)
-        module.__package__ = name.rpartition(".")[0]
+        module.__package__ = name if is_init else name.rpartition(".")[0]
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._importer}
         linecache.checkcache(module.__file__)  # Triton reads the source from there
         tree = ast.parse(file.read_bytes())
@@ -176,14 +219,15 @@ class Loader:
         code = compile(tree, module.__file__, "exec", dont_inherit=True)
         self._modules[name] = module
         try:
-            with _listed(name, module):
+            with _listed(name, module), contextlib.nullcontext() if self._has_gpu else OnCpu():
                 exec(code, module.__dict__)
         except Exception as error:
-            del self._modules[name]
+            if not is_init:
+                del self._modules[name]
             why = f"{type(error).__name__}: {error}"
-            raise Unavailable(
-                f"{leaf} of {self._source.package.title} {self._source.version} cannot be loaded: {why}"
-            ) from error
+            text = f"{self._source.package.title} {self._source.version} cannot be loaded: {why}"
+            raise Unavailable(f"{name.rpartition('.')[2]} of {text}") from error
+        return module
 
     def _importer(
         self,
@@ -209,12 +253,10 @@ class Loader:
 
     def _is_module(self, name: str) -> bool:
         """Return whether a dotted name is in the table or is a file in the ops folders."""
-        folder, _, leaf = name.rpartition(".")
-        path = folder.replace(".", "/")
-        is_op = path in self._source.ops_folders
-        return name in self._modules or (
-            is_op and (self._source.root / path / f"{leaf}.py").is_file()
-        )
+        path = self._source.root / name.replace(".", "/")
+        is_op = self._source.package.is_whole or path.parent in self._folders
+        is_file = path.with_suffix(".py").is_file()
+        return name in self._modules or (is_op and (is_file or path.is_dir()))
 
 
 # Stubs for the modules that attention ops import: those of their package, and torch without a GPU.
@@ -299,7 +341,11 @@ def _modules(
     made: dict[str, ModuleType] = {name: kind(name) for name in contents}
     for name, content in contents.items():
         vars(made[name]).update(content)
-    return made if triton is None else {**made, "torch": _torch(current), "triton": triton}
+    if triton is None:
+        return made
+    runtime = _view(triton.runtime, driver=SimpleNamespace(active=current))
+    triton = _view(triton, runtime=runtime)
+    return {**made, "torch": _torch(current), "triton": triton, "triton.runtime": runtime}
 
 
 class _KVQuantMode(IntEnum):
@@ -327,17 +373,44 @@ def _torch(current: "_Current") -> ModuleType:
         made = torch.empty(*size, **options)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
-    cuda = ModuleType("torch.cuda")
-    cuda.__getattr__ = lambda name: getattr(torch.cuda, name)  # type: ignore[method-assign]
-    cuda.get_device_capability = current.get_device_capability  # type: ignore[attr-defined]
-    module = ModuleType("torch")
-    module.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
-    module.cuda, module.empty = cuda, empty  # type: ignore[attr-defined]
-    return module
+    cuda = _view(
+        torch.cuda,
+        get_device_capability=current.get_device_capability,
+        get_device_properties=current.get_device_properties,
+        current_device=current.get_current_device,
+    )
+    return _view(torch, cuda=cuda, empty=empty)
+
+
+class OnCpu(TorchFunctionMode):
+    """Let code that asks torch for a CUDA device get the CPU: device="cuda", .to("cuda"), .cuda()."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), named: Any = None
+    ) -> Any:
+        """Call a function of torch with the CPU in place of a CUDA device."""
+        if function is torch.Tensor.cuda:
+            return args[0]
+        named = {name: _on_cpu(value) for name, value in (named or {}).items()}
+        return function(*map(_on_cpu, args), **named)
+
+
+def _on_cpu(value: Any) -> Any:
+    is_cuda = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_cuda else value
+
+
+def _view(module: ModuleType, **names: Any) -> ModuleType:
+    """Return a module with some other names; the rest is the module's."""
+    view = ModuleType(module.__name__)
+    view.__getattr__ = lambda name: getattr(module, name)  # type: ignore[method-assign]
+    vars(view).update(names)
+    return view
 
 
 class _Current:
-    """Replace ``vllm.platforms.current_platform``; an unknown attribute raises AttributeError."""
+    """Replace ``vllm.platforms.current_platform``, and Triton's driver; an unknown attribute raises
+    AttributeError."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -370,6 +443,35 @@ class _Current:
 
     def get_device_capability(self, device_id: Any = 0) -> tuple[int, int]:
         return self._capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Return Triton's description of the platform."""
+        from triton.backends.compiler import GPUTarget
+
+        if self.is_rocm():
+            return GPUTarget("hip", self._platform.name, 32 if self._is_rdna else 64)
+        return GPUTarget("cuda", 10 * self._capability[0] + self._capability[1], 32)
+
+    def get_device_properties(self, device: Any = 0) -> SimpleNamespace:
+        """Return what ops ask of a GPU.
+
+        It has few multiprocessors, so that ops split by it as little as they can: LMDeploy's need several.
+        """
+        return SimpleNamespace(
+            name=self._platform.name,
+            major=self._capability[0],
+            minor=self._capability[1],
+            gcnArchName=self._platform.name,
+            warp_size=64 if self.is_rocm() and not self._is_rdna else 32,
+            multi_processor_count=16,
+        )
+
+    @property
+    def _is_rdna(self) -> bool:
+        return self._platform.family == "rdna"
 
     def has_device_capability(self, capability: Any, device_id: int = 0) -> bool:
         asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)

@@ -42,18 +42,26 @@ _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.
 _VERSION_FILES = (
     ("PKG-INFO", _VERSION),
     ("METADATA", _VERSION),
-    ("vllm/_version.py", _FILE_VERSION),
+    ("{name}/_version.py", _FILE_VERSION),
+    ("{name}/version.py", _FILE_VERSION),
 )
 
 
 @cache
 def _kept(package: Package) -> re.Pattern[str]:
-    """Return which files of an archive are unpacked: modules of ops, further files, and its metadata."""
-    name, folders = package.name, "|".join(package.folders)
-    further = rf"|{name}-[^/]*/({package.further})" if package.further else ""
+    """Return which files of an archive are unpacked: modules of ops, further files, and its metadata.
+
+    Of a package without a record, all modules and JSON files.
+    """
+    names = "|".join(name.replace("-", "[-_]") for name in {package.name, *package.distributions})
+    top, folders = rf"(?:{names})-[^/]*/", "|".join(package.folders)
+    further = rf"|(?:{top})?({package.further})" if package.further else ""
+    files = rf"(?:{folders})/\w+\.py"
+    if package.is_whole:
+        top, files, further = r"[^/]*-[^/]*/", rf"{package.name}/.*\.(?:py|json)", ""
     return re.compile(
-        rf"(?:{name}-[^/]*/)?((?:{folders})/\w+\.py)|{name}-[^/]*/(PKG-INFO){further}"
-        rf"|{name}[\w.+]*-[^/]*\.dist-info/(METADATA)"
+        rf"(?:{top})?({files})|{top}(PKG-INFO){further}"
+        rf"|(?:{names})[\w.+]*-[^/]*\.dist-info/(METADATA)"
     )
 
 
@@ -87,13 +95,13 @@ class Source:
 
     @property
     def rules(self) -> str | None:
-        """Return the release whose rules the lab applies; None if the version is unknown.
+        """Return the release of vLLM whose rules the lab applies; None if it is unknown, or not a vLLM.
 
         The lab has rules for two releases: 0.11.2 (used up to 0.11) and 0.33.0 (used for all later ones).
         A release between them follows each in part: see :func:`attnlab.case.fields.difference`.
         """
         match = re.match(r"(\d+)\.(\d+)", self.version)
-        if match is None:
+        if match is None or self.package is not VLLM:
             return None
         return "0.11.2" if (int(match[1]), int(match[2])) <= (0, 11) else "0.33.0"
 
@@ -117,33 +125,40 @@ def find_source(path: Path | str | None = None, package: Package = VLLM) -> Sour
     return _archive(path, package)
 
 
-def fetch(version: str) -> Path:
-    """Return the wheel of a vLLM release; download it with pip into the cache folder if it is not there.
+def fetch(version: str, package: Package = VLLM) -> Path:
+    """Return the wheel of a release; download it with pip into the cache folder if it is not there.
 
-    A wheel has 250 to 500 MB. Raises InvalidCase if ``version`` is not a version, and Unavailable if pip
-    cannot download it.
+    A wheel of vLLM has 250 to 500 MB. Raises InvalidCase if ``version`` is not a version, and Unavailable if
+    pip cannot download it.
     """
     check_release(version)
-    folder = cache_folder() / "releases" / version
-    if not _wheels(folder, version):
-        folder = private_folder("releases", version)
-        with writing(), FileLock(folder.parent / f"{version}.lock"):
-            if not _wheels(folder, version):
-                _download(version, folder)
-    return _wheels(folder, version)[0]
+    name = _release_name(version, package)
+    folder = cache_folder() / "releases" / name
+    if not _wheels(folder, version, package):
+        folder = private_folder("releases", name)
+        with writing(), FileLock(folder.parent / f"{name}.lock"):
+            if not _wheels(folder, version, package):
+                _download(version, folder, package)
+    return _wheels(folder, version, package)[0]
 
 
-def _download(version: str, folder: Path) -> None:
+def _release_name(version: str, package: Package) -> str:
+    """Return the name of the folder of a release in the cache folder; that of a vLLM is its version."""
+    return version if package is VLLM else f"{package.name}-{version}"
+
+
+def _download(version: str, folder: Path, package: Package) -> None:
     """Download a wheel with pip into ``folder``; a partial download leaves nothing there."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", partial]
-        command = ending_with_parent([*command, f"vllm=={version}"])
+        name = f"{package.distributions[0]}=={version}"
+        command = ending_with_parent([*command, name])
         done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not _wheels(Path(partial), version):
+        if done.returncode or not _wheels(Path(partial), version, package):
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no wheel"]
-            raise Unavailable(f"pip cannot download vllm=={version}: {lines[0]}")
-        for wheel in _wheels(Path(partial), version):
+            raise Unavailable(f"pip cannot download {name}: {lines[0]}")
+        for wheel in _wheels(Path(partial), version, package):
             os.replace(wheel, folder / wheel.name)
 
 
@@ -153,35 +168,38 @@ def check_release(version: str) -> None:
         refuse("release", "a version such as 0.11.2", version)
 
 
-def fetched_wheel(version: str) -> Path | None:
+def fetched_wheel(version: str, package: Package = VLLM) -> Path | None:
     """Return the wheel of a release that was downloaded earlier, or None."""
-    return next(iter(_wheels(cache_folder() / "releases" / version, version)), None)
+    folder = cache_folder() / "releases" / _release_name(version, package)
+    return next(iter(_wheels(folder, version, package)), None)
 
 
-def fetched(version: str) -> Path | None:
+def fetched(version: str, package: Package = VLLM) -> Path | None:
     """Return the wheel of a release that was downloaded earlier, or else the folder of its ops, or None."""
-    folder = cache_folder() / "releases" / version / "ops"
-    return fetched_wheel(version) or (folder if folder.is_dir() else None)
+    folder = cache_folder() / "releases" / _release_name(version, package) / "ops"
+    return fetched_wheel(version, package) or (folder if folder.is_dir() else None)
 
 
-def source_path(text: str) -> Path:
+def source_path(text: str, package: Package = VLLM) -> Path:
     """Return the path of a source that exists: itself, or what was downloaded of a version."""
     path = Path(text).expanduser()
     if path.exists():
         return path
     if re.fullmatch(r"\d+\.\d+[\w.]*", text):
-        found = fetched(text)
+        found = fetched(text, package)
         if found is None:
+            words = text if package is VLLM else f"--library {package.name} {text}"
             raise InvalidCase(
-                f"source must be a release that was downloaded, got {text}; run attnlab fetch {text}",
+                f"source must be a release that was downloaded, got {text}; run attnlab fetch {words}",
                 field="source",
             )
         return found
     refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
 
 
-def _wheels(folder: Path, version: str) -> list[Path]:
-    return sorted(folder.glob(f"vllm-{version}-*.whl"))
+def _wheels(folder: Path, version: str, package: Package) -> list[Path]:
+    name = package.distributions[0].replace("-", "_")
+    return sorted(folder.glob(f"{name}-{version}-*.whl"))
 
 
 def _installed(package: Package) -> Source:
@@ -212,7 +230,8 @@ def _checkout(path: Path, package: Package) -> Source:
     root = path.parent if path.name == name and not (path / name).is_dir() else path
     version = "unknown"
     for file, pattern in _VERSION_FILES:
-        if (root / file).is_file() and (match := pattern.search((root / file).read_text())):
+        path_of_version = root / file.format(name=name)
+        if path_of_version.is_file() and (match := pattern.search(path_of_version.read_text())):
             version = match[1]
     source = Source(
         kind="checkout", path=path, root=root.absolute(), version=version, package=package
@@ -224,7 +243,8 @@ def _checkout(path: Path, package: Package) -> Source:
 
 def _no_ops(path: Path, package: Package) -> str:
     folders = ", ".join(package.folders)
-    return f"source must be a {package.title}: {path} contains none of {folders}"
+    title = f"{'the package' if package.is_whole else 'a'} {package.title}"
+    return f"source must be {title}: {path} contains none of {folders}"
 
 
 def _archive(path: Path, package: Package) -> Source:
@@ -264,7 +284,7 @@ def unpack(
         found, files, size = False, 0, 0
         for name, data in members:
             files, size = files + 1, size + len(data)
-            if files > _MOST_FILES or size > _MOST_BYTES:
+            if (files > _MOST_FILES and not package.is_whole) or size > _MOST_BYTES:
                 raise InvalidCase(_too_large(path, package), field="source")
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(data)
@@ -423,13 +443,13 @@ def order(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)))
 
 
-def releases_between(first: str, last: str) -> list[str]:
+def releases_between(first: str, last: str, package: Package = VLLM) -> list[str]:
     """Return the releases that the package index has from ``first`` to ``last``, the oldest first.
 
     Release candidates are left out. Raises InvalidCase for a release that the index does not have, and
     Unavailable if the index cannot be read.
     """
-    found = sorted({package.version for package in _packages()}, key=order)
+    found = sorted({one.version for one in _packages(package.distributions[0])}, key=order)
     for version in (first, last):
         if version not in found:
             near = [v for v in found if order(v)[:2] == order(version)[:2]] or found[-1:]
@@ -437,47 +457,51 @@ def releases_between(first: str, last: str) -> list[str]:
     return [version for version in found if order(first) <= order(version) <= order(last)]
 
 
-def fetch_ops(version: str) -> Path:
+def fetch_ops(version: str, package: Package = VLLM) -> Path:
     """Return a folder with the op files of a release; download them into the cache folder if missing.
 
     Downloads the whole wheel if the index does not support range requests. Raises InvalidCase if
     ``version`` is not a release, and Unavailable if it cannot be downloaded.
     """
     check_release(version)
-    folder = cache_folder() / "releases" / version / "ops"
+    name = _release_name(version, package)
+    folder = cache_folder() / "releases" / name / "ops"
     if not folder.is_dir():
-        parent = private_folder("releases", version)
-        with writing(), FileLock(parent.parent / f"{version}.ops.lock"):
+        parent = private_folder("releases", name)
+        with writing(), FileLock(parent.parent / f"{name}.ops.lock"):
             if not folder.is_dir():
-                _ops_download(version, folder)
+                _ops_download(version, folder, package)
     check_private(folder)
     return folder
 
 
-def _ops_download(version: str, folder: Path) -> None:
+def _ops_download(version: str, folder: Path, package: Package) -> None:
     """Write the op files of a release to ``folder`` in one step."""
-    wheel = fetched_wheel(version)
+    wheel = fetched_wheel(version, package)
     if wheel is None:
-        links = [package.link for package in _packages() if package.version == version]
+        name = package.distributions[0]
+        links = [one.link for one in _packages(name) if one.version == version]
         if not links:
             refuse("release", "one that the package index has", version)
-        if _read_remotely(links[0], folder):
+        if _read_remotely(links[0], folder, package):
             return
-        wheel = fetch(version)
+        wheel = fetch(version, package)
     with zipfile.ZipFile(wheel) as archive:
-        unpack(wheel_members(archive, wheel), folder, wheel)
+        unpack(wheel_members(archive, wheel, package), folder, wheel, package)
 
 
-def _read_remotely(link: Any, folder: Path) -> bool:
+def _read_remotely(link: Any, folder: Path, package: Package) -> bool:
     """Write the op files of a wheel on the index to ``folder``; return False without range requests."""
     from remotezip import RemoteZip, RemoteZipError
 
     wheel = Path(link.filename)
     try:
         with RemoteZip(
-            link.normalized, session=_finder().session, fetcher=_range_fetcher()
+            link.normalized,
+            session=_finder(package.distributions[0]).session,
+            fetcher=_range_fetcher(),
         ) as archive:
-            unpack(wheel_members(archive, wheel), folder, wheel)
+            unpack(wheel_members(archive, wheel, package), folder, wheel, package)
     except AttnLabError:
         raise
     except RemoteZipError:
@@ -509,16 +533,16 @@ def _range_fetcher() -> Any:
     return Fetcher
 
 
-@lru_cache(maxsize=1)
-def _finder() -> Any:
-    return package_finder(only_binary=["vllm"])
+@lru_cache(maxsize=4)
+def _finder(name: str) -> Any:
+    return package_finder(only_binary=[name])
 
 
-@lru_cache(maxsize=1)
-def _packages() -> list[Any]:
-    """Return the wheels of all releases; raise Unavailable if the index cannot be read."""
+@lru_cache(maxsize=4)
+def _packages(name: str) -> list[Any]:
+    """Return the wheels of all releases of a distribution; raise Unavailable if the index cannot be read."""
     try:
-        found = list(_finder().find_all_packages("vllm", allow_yanked=True))
+        found = list(_finder(name).find_all_packages(name, allow_yanked=True))
     except AttnLabError:
         raise
     except Exception as error:

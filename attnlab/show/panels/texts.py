@@ -18,7 +18,7 @@ from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.sheets import html
-from attnlab.show.sheets.results import beyond_rounding, place_lines
+from attnlab.show.sheets.results import beyond_rounding, place_lines, rules_text
 
 # PanelData: what a panel shows of a Case, and Selection: one selected head of one row.
 
@@ -207,8 +207,8 @@ def verdict_html(result: Result) -> str:
     kernels = " then ".join(result.decision.kernels)
     parts = [
         _line(f"<b>{escape(verdict)}</b>", result.status),
-        f'<div class="attnlab-dim">{escape(kernels)} on {escape(result.case.platform)}, '
-        f"vLLM {escape(result.case.release)}, backend {escape(result.backend)}</div>",
+        f'<div class="attnlab-dim">{escape(kernels)} on {escape(result.case.platform)}'
+        f"{escape(rules_text(result.case))}, backend {escape(result.backend)}</div>",
     ]
     if result.errors is not None and result.case.has_own_tolerance:
         parts.append(f'<div class="attnlab-dim">beyond rounding: {beyond_rounding(result)}</div>')

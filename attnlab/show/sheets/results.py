@@ -217,9 +217,14 @@ def case(one: "Case") -> Sheet:
     )
 
 
+def rules_text(case: "Case") -> str:
+    """Return the release of vLLM whose rules a Case follows, as ", vLLM 0.33.0"; "" for another library."""
+    return f", vLLM {case.release}" if case.spec.library == "vllm" else ""
+
+
 def describe(case: "Case") -> str:
     """Return the Case in one line: op, stage, platform, release and sizes."""
-    where = f"{case.op} at stage {case.stage} on {case.platform}, vLLM {case.release}"
+    where = f"{case.op} at stage {case.stage} on {case.platform}{rules_text(case)}"
     masked = "" if case.mask == CAUSAL else f"; mask {case.mask}"
     return f"{where}; {sizes(case)}{masked}"
 
@@ -509,7 +514,7 @@ def stages(table: "StageTable") -> Sheet:
     ]
     notes = [Words("errors are the largest of decode rows and of prefill rows", "quiet")]
     if (case := table.case) is not None:
-        run = f"{case.op}, vLLM {case.release}, backend {case.backend}; {sizes(case)}"
+        run = f"{case.op}{rules_text(case)}, backend {case.backend}; {sizes(case)}"
         notes.insert(0, Words(run, "quiet"))
     return Sheet.of(
         "Stages",

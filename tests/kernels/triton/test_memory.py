@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton import interpreter, patches, run_log
+from attnlab.kernels.triton import block_pointers, interpreter, patches, run_log
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
@@ -20,7 +20,6 @@ if find_spec("triton") is not None:
     from triton.runtime import interpreter as stock
 
     tl = triton.language
-    HAS_BLOCK_POINTERS = hasattr(stock.InterpreterBuilder, "create_make_block_ptr")
 
     @triton.jit
     def shifted(data, out, shift, SIZE: tl.constexpr):
@@ -53,6 +52,15 @@ if find_spec("triton") is not None:
         tl.store(at, tl.arange(0, SIZE))
 
     @triton.jit
+    def moved(data, out):
+        here = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        at = tl.make_block_ptr(data, (3, 5), (5, 1), (0, 1), (2, 4), (1, 0))
+        tl.store(out + here, tl.load(at))
+        at = tl.advance(at, (2, 2))
+        tl.store(out + 8 + here, tl.load(at, boundary_check=(0, 1), padding_option="zero"))
+        tl.store(out + 16 + here, tl.load(tl.advance(at, (-2, 0)), boundary_check=(0,)))
+
+    @triton.jit
     def wild(data, out, shift, SIZE: tl.constexpr):
         at = (shift.to(tl.int64) * 4097).to(tl.pointer_type(tl.int32))
         tl.store(out, tl.load(at))
@@ -82,8 +90,6 @@ def test_nothing_outside_is_written(name: str, shift: int) -> None:
     """With and without masks, by elements that are partly inside, by atomics and by block pointers."""
     around, data = guarded()
     out, plan = torch.zeros(8, dtype=torch.int32), LaunchPlan()
-    if name == "blocks" and not HAS_BLOCK_POINTERS:
-        pytest.skip("this Triton has no block pointers")
     with launching(plan):
         globals()[name][(1,)](data, out, shift, SIZE=8)
     outside = np.delete(around, slice(28, 36))
@@ -162,6 +168,17 @@ def test_what_triton_cannot_interpret_is_named(monkeypatch) -> None:
         shifted[(1,)](out, out, 0, SIZE=8)
 
 
+def test_block_pointers_move_and_check_the_dimensions_that_they_are_asked_to() -> None:
+    """A matrix of 3 × 5 in tiles of 2 × 4. What is outside a checked dimension is 0."""
+    data, out = torch.arange(1, 16), torch.full((3, 2, 4), -1)
+    with launching(LaunchPlan()):
+        moved[(1,)](data, out)
+    rows = data.view(3, 5)
+    assert out[0].tolist() == [rows[0, 1:].tolist(), rows[1, 1:].tolist()]
+    assert out[1].tolist() == [[*rows[2, 3:].tolist(), 0, 0], [0, 0, 0, 0]]
+    assert out[2].tolist() == [[4, 5, 6, 7], [9, 10, 11, 12]]
+
+
 def test_masks_as_arrays_are_accepted() -> None:
     """Triton 3.6 gives an array, not a handle, for block pointers."""
     pointers = stock.TensorHandle(np.zeros((2, 2), dtype=np.uint64), stock.tl.int64)
@@ -171,10 +188,12 @@ def test_masks_as_arrays_are_accepted() -> None:
         assert found.data.all()
 
 
-def test_a_function_that_triton_has_no_more_is_named() -> None:
-    """A kernel with block pointers is not run with Triton 3.8 and later, which have removed them."""
-    if HAS_BLOCK_POINTERS:
+def test_a_function_that_triton_has_no_more_is_named(monkeypatch) -> None:
+    """Triton 3.8 and later have no block pointers, but for those of the lab."""
+    if not block_pointers.is_needed(stock):
         pytest.skip("this Triton has block pointers")
+    monkeypatch.setattr(patches, "is_needed", lambda interpreter: False)
+    monkeypatch.setattr(patches, "_KEPT", {})
     _, data = guarded()
     with (
         launching(LaunchPlan()),

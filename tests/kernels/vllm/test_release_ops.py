@@ -9,6 +9,7 @@ from helpers.index import OP_FILE, serving, write_wheel
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.kernels.vllm import source
 from attnlab.kernels.vllm.source import find_source
+from attnlab.library.op import Package
 
 FILLER = os.urandom(1 << 20)  # cannot be compressed
 
@@ -63,7 +64,7 @@ def test_without_range_requests_pip_downloads_the_wheel(
     """The op files are the same; the wheel is kept."""
     called = []
 
-    def fetch(version: str) -> Path:
+    def fetch(version: str, package: Package) -> Path:
         called.append(version)
         return index_folder / f"vllm-{version}-cp38-abi3-manylinux1_x86_64.whl"
 

@@ -33,7 +33,10 @@ cos sin exp exp2 log log2 sqrt precise_sqrt rsqrt floor ceil erf
 bitcast int_to_ptr ptr_to_int fp_to_fp si_to_fp ui_to_fp fp_to_si fp_to_ui fp_ext fp_trunc
 """,
 )
-_AS_IT_IS = {"create_barrier", "create_get_num_programs", "create_split"}
+_AS_IT_IS = {
+    *("create_barrier", "create_get_num_programs", "create_split", "create_extern_elementwise"),
+    *("create_grid_dependency_wait", "create_grid_dependency_launch_dependents"),
+}
 _FEW = 4096  # elements from which torch converts faster than NumPy
 
 

@@ -1,0 +1,28 @@
+"""The op fill_kv_cache, which writes the cache."""
+
+from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED
+from attnlab.library.op import Op
+
+OP = Op(
+    name="lmdeploy_fill_kv_cache",
+    summary="writing new keys and values to their slots of the cache, found in the block table",
+    library="lmdeploy",
+    module="fill_kv_cache",
+    python_name="fill_kv_cache",
+    arguments={
+        **{"k_states": "key", "v_states": "value"},
+        **{"k_caches": "flash_key_cache", "v_caches": "flash_value_cache"},
+        **{"q_start_loc": "query_start_loc[:-1]", "q_seq_length": "query_lens"},
+        **{"kv_seq_length": "seq_lens", "max_q_seq_length": "max_query_len"},
+        "block_offsets": "block_table",
+        **QUANTISED,
+    },
+    result="written_cache(k_caches, v_caches)",
+    left_out=LEFT_OUT,
+    contract={"block_sizes": (16, 32, 64, 128, 256)},
+    scores=False,
+    new_tokens_from="arguments",
+    cache_layout="flash",
+    writes_cache=True,
+    hnd=True,
+)

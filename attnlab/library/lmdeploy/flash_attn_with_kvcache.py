@@ -1,0 +1,36 @@
+"""The op flash_attn_with_kvcache of pagedattention.py: decodes, split into parts that are merged."""
+
+from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED
+from attnlab.library.op import Op, same
+
+OP = Op(
+    name="lmdeploy_paged_attention",
+    summary="attention of one new token per sequence over a paged cache, in parts that are merged",
+    library="lmdeploy",
+    module="pagedattention",
+    python_name="flash_attn_with_kvcache",
+    arguments={
+        **{"q": "query", "k_cache": "flash_key_cache", "v_cache": "flash_value_cache"},
+        **{"cache_seqlens": "seq_lens", "page_table": "block_table", "softmax_scale": "sm_scale"},
+        **same("alibi_slopes sinks softcap"),
+        "window_size": "window_left",
+        **QUANTISED,
+    },
+    result="returned",
+    left_out={
+        **LEFT_OUT,
+        "several query tokens per sequence": "they see each other, as blocks of a diffusion model do",
+        "kv_layout bhsd, and one tensor of keys and values": "LMDeploy's other backends pass them",
+    },
+    # Blocks are the tiles of the kernel, which must have a power of two of slots.
+    contract={
+        **{"softcap": "any", "sinks": "any", "serves": "decode", "default_scale": "head_size"},
+        **{"reads_tail": "value", "block_sizes": (16, 32, 64, 128, 256)},
+    },
+    new_tokens_from="cache",
+    cache_layout="flash",
+    frees_blocks=False,  # window_block_manager.py removes them from the table, and their tokens from seq_lens
+    min_window=2,  # window_size 0, which would show the token itself alone, means no window
+    prefill=False,
+    sinks_with_alibi=True,
+)

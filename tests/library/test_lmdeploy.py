@@ -1,0 +1,187 @@
+"""LMDeploy's records, with a made-up LMDeploy whose text is ours."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.sources import needs_triton
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import OPS
+from attnlab.checker.check import check
+from attnlab.checker.hostile import hostile_cases
+from attnlab.contracts.contract import Target
+from attnlab.kernels import find_backend
+from attnlab.kernels.binding import Values, arguments_of, evaluate
+from attnlab.lab.lab import Lab
+from attnlab.tensors.case_visibility import visibility_of
+
+DECODE, PREFILL, FILL = (
+    f"lmdeploy_{name}" for name in ("paged_attention", "flash_attention", "fill_kv_cache")
+)
+# Each sequence alone, with what LMDeploy's arguments mean.
+ATTEND = """
+import torch
+import triton
+import triton.language as tl
+from lmdeploy.messages import QuantPolicy
+from lmdeploy.utils import get_logger
+
+logger, tanh = get_logger("lmdeploy"), tl.extra.cuda.libdevice.tanh
+assert torch.cuda.get_device_properties(None).multi_processor_count > 1
+assert triton.runtime.driver.active.get_current_target().backend == "cuda"
+
+def attend(q, k, v, scale, window, softcap, causal, slopes, sinks):
+    group = q.shape[1] // k.shape[1]
+    k, v = (one.float().repeat_interleave(group, 1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->qhk", q.float(), k) * (scale or q.shape[2] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    at, keys = torch.arange(len(k) - len(q), len(k))[:, None, None], torch.arange(len(k))
+    scores = scores - (at - keys).abs() * (0 if slopes is None else slopes[:, None])
+    hidden = (keys > at) & causal
+    if window > 0:
+        hidden = hidden | (keys < at - window{window})
+    scores = scores.masked_fill(hidden, -float("inf"))
+    if sinks is not None:
+        sink = sinks.float()[None, :, None].expand(len(q), -1, 1)
+        scores = torch.cat([scores, sink], 2)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("qhk,khd->qhd", weights, v)
+"""
+FILES = {
+    "pagedattention": ATTEND
+    + """
+def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, page_table, softmax_scale=None,
+                            window_size=None, softcap=None, alibi_slopes=None, k_scales_zeros=None,
+                            v_scales_zeros=None, quant_policy=QuantPolicy.NONE, sinks=None):
+    out = q.new_empty(q.shape)
+    scales = (1, 1) if quant_policy == 0 else (k_scales_zeros, v_scales_zeros)
+    for i, n in enumerate(cache_seqlens.tolist()):
+        if n:
+            k, v = (one[page_table[i].long()].flatten(0, 1)[:n].to(q.dtype) * scale
+                    for one, scale in zip((k_cache, v_cache), scales))
+            out[i] = attend(q[i : i + 1], k, v, softmax_scale, window_size, softcap, True, alibi_slopes,
+                            sinks)
+    return out
+""",
+    "flashattention": ATTEND
+    + """
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                           alibi_slopes=None, sinks=None):
+    out = q.new_empty(q.shape)
+    for i in range(len(cu_seqlens_q) - 1):
+        rows, keys = (slice(int(one[i]), int(one[i + 1])) for one in (cu_seqlens_q, cu_seqlens_k))
+        out[rows] = attend(q[rows], k[:, keys].transpose(0, 1), v[:, keys].transpose(0, 1), softmax_scale,
+                           window_size, softcap, causal, alibi_slopes, sinks)
+    return out
+""",
+    "fill_kv_cache": """
+from lmdeploy.messages import QuantPolicy
+
+def fill_kv_cache(k_states, v_states, k_caches, v_caches, q_start_loc, q_seq_length, kv_seq_length,
+                  max_q_seq_length, block_offsets, k_scales_zeros=None, v_scales_zeros=None,
+                  quant_policy=QuantPolicy.NONE):
+    size = k_caches.shape[1]
+    for i, (start, new, n) in enumerate(zip(q_start_loc, q_seq_length, kv_seq_length)):
+        for j in range(int(new)):
+            at = int(n - new) + j{fill}
+            block = int(block_offsets[i, at // size])
+            for states, caches, scale in (
+                (k_states, k_caches, k_scales_zeros), (v_states, v_caches, v_scales_zeros)
+            ):
+                one = states[int(start) + j]
+                one = one if quant_policy == 0 else (one.float() / scale).clamp(-448, 448)
+                caches[block, at % size] = one
+""",
+}
+
+
+def lmdeploy(folder: Path, **faults: str) -> Path:
+    """Return a made-up LMDeploy; ``faults``: text in place of nothing, by the name of its place."""
+    ops = folder / "lmdeploy/pytorch/kernels/cuda"
+    ops.mkdir(parents=True)
+    for name, text in FILES.items():
+        for place in ("window", "fill"):
+            text = text.replace(f"{{{place}}}", faults.get(place, ""))
+        (ops / f"{name}.py").write_text(text)
+    return folder
+
+
+def case(op: str, **fields) -> Case:
+    lens = {"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16, "num_heads": 4}
+    return Case(op=op, backend="library:lmdeploy", platform="sm_90", **{**lens, **fields})
+
+
+@needs_triton
+def test_the_ops_are_right_and_planted_faults_are_found(tmp_path):
+    """A window that is one key too wide, and a write that is one slot too late."""
+    run = {"library": "lmdeploy", "engine": "local:1"}
+    right = check(source=lmdeploy(tmp_path / "a"), cases=12, **run)
+    assert (right.cases_run, right.findings) == (36, [])
+    wrong = lmdeploy(tmp_path / "b", window=" - 1", fill=" - (j == 1)")
+    found = check(source=wrong, cases=8, **run).findings
+    by_op = {one.op: one.diagnosis for one in found}
+    assert by_op.keys() == {DECODE, PREFILL, FILL}
+    assert by_op[DECODE] == by_op[PREFILL] == "window_plus_one"
+
+
+@needs_triton
+def test_a_decode_runs_windows_alibi_sinks_and_fp8(tmp_path):
+    backend = find_backend("library:lmdeploy", lmdeploy(tmp_path))
+    cases = [*hostile_cases(backend, DECODE, "sm_90", None, 0)]
+    assert all(set(one.lengths.query_lens) == {1} for one in cases)
+    for field in ("sliding_window", "alibi", "sinks", "softcap", "is_fp8"):
+        assert sum(bool(getattr(one, field)) for one in cases) >= 5, field
+    # What its contract excludes: NaN after a sequence's end, small blocks, freed blocks, a window of 1.
+    assert {one.empty_slots for one in cases} == {"garbage"}
+    assert {one.block_size for one in cases} <= {16, 32, 64}
+    assert {one.freed for one in cases} == {"kept"}
+    assert 1 not in {one.sliding_window for one in cases}
+
+
+@pytest.mark.parametrize(("field", "value"), [("sliding_window", 1), ("freed", "empty")])
+def test_what_no_argument_can_state_is_refused(field, value):
+    fields = {"sliding_window": 8} if field == "freed" else {}
+    with pytest.raises(InvalidCase, match=f"^{field} must be .*{DECODE}"):
+        case(DECODE, **{**fields, field: value})
+
+
+def test_keys_without_pages():
+    """Sequence after sequence, and a block of zeros."""
+    one = case(PREFILL, query_lens=(3, 1), sliding_window=4)
+    call = Lab().call(one)
+    given = arguments_of(call, Target.of(one))
+    assert given["cu_seqlens_k"].tolist() == [0, 8, 29]
+    assert given["k"].shape[1] == 29 + 16
+    cache = evaluate("flash_key_cache", Values(call, Target.of(one)))
+    assert torch.equal(given["k"][:, 8 + 17], cache[int(call.block_table[1, 1]), 1])
+    assert not given["v"][:, 29:].any()
+
+
+def test_a_window_of_a_bidirectional_row_has_the_sides_that_the_op_has_arguments_for():
+    both = Case(op="unified_attention", mask="bidirectional", sliding_window=4, **LENS)
+    assert visibility_of(both).window_right == 3
+    left = case(PREFILL, mask="bidirectional", sliding_window=4)
+    assert visibility_of(left).window_right is None
+
+
+LENS = {"query_lens": (3,), "ctx_lens": (5,), "backend": "vllm"}
+
+
+@needs_triton
+def test_rows_that_an_op_leaves_in_its_own_output_are_found(tmp_path):
+    """It returns what ``new_empty`` gave it, which is NaN here."""
+    source = lmdeploy(tmp_path)
+    file = source / "lmdeploy/pytorch/kernels/cuda/pagedattention.py"
+    file.write_text(file.read_text().replace("if n:", "if n > 6:"))
+    result = Lab(source=source).run(case(DECODE))
+    assert bool(result.output[0].isnan().all())
+    assert not bool(result.output[1].isnan().any())
+
+
+def test_what_a_record_leaves_out_is_named():
+    names = " ".join((*OPS[DECODE].left_out, *OPS[PREFILL].left_out))
+    for name in ("INT4", "INT8", "TurboQuant", "block_sparse_size", "flatten_kv_cache"):
+        assert name in names
