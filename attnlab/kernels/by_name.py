@@ -17,7 +17,7 @@ import torch
 
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse, suggestion
-from attnlab.case.ops import RELEASES, UNIFIED, Op
+from attnlab.case.ops import DECODE_FWD, RELEASES, UNIFIED, Op
 from attnlab.kernels.binding import known_names
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
@@ -96,6 +96,8 @@ SIZES: dict[str, Callable[[KernelCall], int]] = {
 _FIELDS = {alias: name for name, aliases in NAMES.items() for alias in aliases}
 _CACHES = {"key": "key_cache", "value": "value_cache"}
 _WINDOWS = ("window_size", "window_left")
+# What decode_attention_fwd does not have, and unified_attention has.
+_BEYOND_DECODE = {"query_start_loc", "sliding_window", "alibi_slopes", "sinks"}
 _MISSING = inspect.Parameter.empty
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _USUAL = (
@@ -127,8 +129,13 @@ class ByName:
 
     @property
     def op(self) -> str:
-        """Return the op that the function stands for: its attribute, or unified_attention."""
-        return getattr(self.function, "op", UNIFIED)
+        """Return the op that the function stands for: its attribute, or what its arguments fit.
+
+        A function that has no starts of the queries gets one token per sequence.
+        """
+        parameters = inspect.signature(self.function).parameters
+        has = {self._field(name, parameters) for name in parameters}
+        return getattr(self.function, "op", DECODE_FWD if not has & _BEYOND_DECODE else UNIFIED)
 
     def check(self, spec: str) -> None:
         """Raise InvalidCase if the function has an argument without default that no call can hold."""

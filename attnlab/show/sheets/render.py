@@ -38,7 +38,8 @@ _MOST_FOLDED = 200  # rows
 _STYLE = """<style>
 .attnlab-sheet.attnlab-sheet { margin: .3em 0 }
 .attnlab-sheet.attnlab-sheet div { margin: .3em 0 }
-.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0; font-size: max(.92em, 12px) }
+.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0;
+  font-size: max(.92em, 12px) }
 .attnlab-sheet.attnlab-sheet :is(th, td) { text-align: left; vertical-align: top; border: 0;
   padding: .2em .9em .2em .3em; max-width: 44em; white-space: normal; overflow-wrap: break-word }
 .attnlab-sheet.attnlab-sheet tbody th { font-weight: normal; opacity: .8; white-space: nowrap }
