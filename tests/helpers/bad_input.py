@@ -57,7 +57,7 @@ OWN_FLAGS = [
     (["check", "--platform", "tpu"], "platform must be"),
     (["check", "--release", "0.1"], "release must be"),
     (["check", "--device", "cuda"], "device must be"),
-    (["check", "--op", "softmax"], "argument --op: invalid choice"),
+    (["check", "--op", "softmax"], "op must be one of"),
     (["check", "--installed", "--source", "x"], "kernel, source and installed must"),
     (["check", "mine.py:f", "--installed"], "kernel, source and installed must"),
     (["check", "/no/such.py:f"], "backend must be FILE.py"),
