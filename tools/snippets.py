@@ -166,7 +166,7 @@ RULES = (
         pattern=r"check --source.*--coverage|--shard", reason="", added=ONE_CASE, marker="releases"
     ),
     Rule(
-        pattern=r"--library",
+        pattern=r"library[: ]|aiter",
         reason="needs a wheel of 39 MB; tests/library has a library of its own",
     ),
     Rule(

@@ -443,7 +443,7 @@ def _check_op_argument(case: CaseQuantities) -> None:
     if case.op not in argument.ops:
         names = (other.name for other in OP_ARGUMENTS.values() if case.op in other.ops)
         refuse("op_argument", f"{', '.join((NONE, *names))} with {case.op}", name)
-    if case.backend != "vllm":
+    if case.backend != "vllm" and case.spec.library == "vllm":
         refuse("op_argument", f"{NONE} with backend {case.backend}", name)
     _check_needs(case, argument)
     if case.mask in argument.refused_masks:

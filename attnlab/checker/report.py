@@ -250,8 +250,8 @@ def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict
 
 
 def _sets(tasks: Sequence[Task], field: str) -> bool:
-    """Answer whether a case sets a field to another value than the usual one."""
-    return any(field in task.payload["case"] for task in tasks)
+    """Answer whether a case sets a field to another value than the usual one, and than other strides."""
+    return any(task.payload["case"].get(field, "gaps") != "gaps" for task in tasks)
 
 
 def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mapping[str, Any], str]]:

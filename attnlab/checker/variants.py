@@ -339,6 +339,19 @@ VALUE_VARIANTS = (
         },
         "ALiBi hides the keys with the largest scores: a maximum without the bias makes weights underflow.",
     ),
+    Variant(
+        {
+            **{
+                "query_lens": (1, 2),
+                "ctx_lens": (17, 40),
+                "distribution": "normal",
+                "head_size": 32,
+            },
+            **{"num_heads": 40, "num_queries_per_kv": 20},
+            **{"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
+        },
+        "More query heads per KV head than a tile of 16 holds, in a kernel of its own for an FP8 cache.",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.fields import refuse
 from attnlab.case.flags import flag
 from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import make_output_folder
@@ -23,6 +24,7 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
+from attnlab.library.op import ops_of, package_of
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -64,7 +66,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="your own kernel, or plugin:NAME of an installed one: a function that takes a KernelCall and "
         "writes call.output; its attribute op names the op that it implements",
     )
-    flag(library, "--source PATH", "a vLLM or another --library: a wheel, an sdist or a checkout")
+    flag(
+        library,
+        "--source PATH",
+        "a vLLM or another --library: a wheel, an sdist, a checkout, or a version that was fetched",
+    )
     flag(library, "--installed", "the vLLM that is installed")
     command.add_library(
         library, "the library that --source is, or that is installed (default: %(default)s)"
@@ -205,13 +211,21 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
     from attnlab.checker.check import check_library_flags
     from attnlab.checker.finding import read_known
+    from attnlab.kernels.vllm.source import source_path
 
     command.check_share_flags(args)
+    names = [one.name for one in ops_of(args.library)]
     for op in args.op or ():
-        field_type("op").check("op", op)
+        if args.library == "vllm":
+            field_type("op").check("op", op)
+        elif op not in names:
+            refuse("op", f"one of {', '.join(names)}", op)
+    if args.source is not None and args.kernel is None and not args.installed:
+        args.source = source_path(str(args.source), package_of(args.library))
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
-    if args.report is not None and (args.csrc or not (args.source or args.installed)):
+    is_vllm = args.library == "vllm" and (args.source or args.installed)
+    if args.report is not None and (args.csrc or not is_vllm):
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
         )

@@ -616,7 +616,7 @@ def where_it_ran(call: KernelCall, case: Case, given: Collection[str] = ()) -> R
         else:
             reason = "" if origin.platform is None else f" instead of {origin.platform}"
             assumed.append(f"the platform: {case.platform}{reason} ({_FP8_PLATFORM})")
-    if "release" not in given and not call.is_foreign:
+    if "release" not in given and not call.is_foreign and call.spec.library == "vllm":
         changes["release"] = case.release if origin.release is None else _nearest(origin.release)
         if changes["release"] != origin.release:
             reason = "" if origin.release is None else f" instead of {origin.release}"

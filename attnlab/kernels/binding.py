@@ -18,6 +18,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.contracts.contract import Target
 from attnlab.kernels import model as paged
 from attnlab.kernels.model import Partials, partials, slot_mapping, written_cache
+from attnlab.kernels.triton.interpreter import interpret_if_possible
 from attnlab.kernels.vllm.features import check_call
 from attnlab.library.op import names_in
 from attnlab.tensors.cache import as_flash, to_flash
@@ -194,6 +195,7 @@ def _seen(call: KernelCall, firsts: torch.Tensor) -> torch.Tensor:
 
 def _triton_dtype(call: KernelCall) -> Any:
     """Return the query's dtype as Triton's."""
+    interpret_if_possible()
     import triton.language
 
     return getattr(triton.language, str(call.query.dtype).removeprefix("torch."))

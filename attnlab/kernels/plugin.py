@@ -54,6 +54,7 @@ from attnlab.case.errors import (
     DeviceLost,
     InvalidCase,
     KernelFailed,
+    KernelRejected,
     Unavailable,
     Unsupported,
 )
@@ -72,6 +73,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
 from attnlab.kernels.by_name import ByName, record_of
+from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
     VARIABLE,
@@ -81,8 +83,10 @@ from attnlab.kernels.triton.interpreter import (
 )
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Watched
+from attnlab.kernels.vllm.backend import is_stated, one_line
 from attnlab.kernels.vllm.features import check_case, has_op, not_applicable
 from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
+from attnlab.kernels.vllm.op_arguments import argument_facts, parameters_of, pass_argument
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import Op, ops_of
 from attnlab.tensors.call import KernelCall
@@ -289,12 +293,13 @@ class PluginBackend(Backend):
             return load_kernel(f"{beside}:{op.function}")
         if self.source is None:
             return _of_module(op.module, op.function)
+        place = (op.module, op.function, is_measuring())
         if platform is not None:
-            return _of_source(self.source, platform, op.module, op.function)
+            return _of_source(self.source, platform, *place)
         try:
-            return _of_source(self.source, PLATFORMS["sm_90"], op.module, op.function)
+            return _of_source(self.source, PLATFORMS["sm_90"], *place)
         except Unavailable:  # of modules for AMD's GPUs alone
-            return _of_source(self.source, PLATFORMS["gfx942"], op.module, op.function)
+            return _of_source(self.source, PLATFORMS["gfx942"], *place)
 
     @property
     def file(self) -> str | None:
@@ -340,6 +345,10 @@ class PluginBackend(Backend):
     @property
     def flags(self) -> tuple[str, ...]:
         return () if self.path is None else ("--source", str(self.path))
+
+    @property
+    def states_limits(self) -> bool:
+        return self.source is not None
 
     def check_features(self, case: Case) -> None:
         if self.source is not None:
@@ -393,7 +402,7 @@ class PluginBackend(Backend):
         on_cpu = OnCpu() if is_simulated else contextlib.nullcontext()
         try:
             with launching(plan), interpreting(), contained(), on_cpu:
-                returned = self._call(call, target, plan)
+                returned = self._call(call, target, plan, options.argument_of)
         except AttnLabError:
             raise
         except torch.AcceleratorError as error:
@@ -406,6 +415,8 @@ class PluginBackend(Backend):
                     f"{self.name} launches a Triton kernel, which {NO_INTERPRETER}"
                 ) from error
             source = self.source
+            if source is not None and is_stated(error, source):
+                raise KernelRejected(one_line(error)) from error
             file = self.file if source is None else str(source.op_file(call.spec.module))
             raise KernelFailed(text_of(error, file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):
@@ -416,12 +427,21 @@ class PluginBackend(Backend):
         is_traced = options.trace_reads and bool(plan.observed.launches)
         return RunOutput(log=plan.observed, is_traced=is_traced)
 
-    def _call(self, call: KernelCall, target: Target, plan: LaunchPlan) -> Any:
-        """Run the function, or the op of the call as its record states; return what a function returned."""
+    def _call(
+        self, call: KernelCall, target: Target, plan: LaunchPlan, argument_of: Case | None
+    ) -> Any:
+        """Run the function, or the op of the call as its record states; return what a function returned.
+
+        ``argument_of``: the Case whose op argument is passed, or None.
+        """
         if not self.records:
             return self.kernel(call)
         function = self._function(OPS[call.op], target.platform)
         arguments = bind(function, call, target)
+        if argument_of is not None:
+            arguments = pass_argument(argument_of, arguments, parameters_of(function)).arguments
+        if is_measuring():
+            note_arguments(argument_facts(function, arguments))
         with new_empty_is_scratch():
             returned = function(**arguments)
         finish(call, target, arguments, returned)
@@ -452,11 +472,14 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 
 @lru_cache(maxsize=16)
 def _of_source(
-    source: Source, platform: Platform, module: str, function: str
+    source: Source, platform: Platform, module: str, function: str, is_marked: bool
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported, with the lab's Triton."""
+    """Return a function of a package that is not imported, with the lab's Triton.
+
+    ``is_marked``: its functions record what runs (:mod:`attnlab.kernels.triton.coverage`).
+    """
     stubs = package_stubs(source.package, platform, interpreted_triton())
-    found = getattr(Loader(source, stubs).load(module), function, None)
+    found = getattr(Loader(source, stubs, is_marked).load(module), function, None)
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")
     return found  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import ENCODER, PREFILL
+from attnlab.case.ops import PREFILL
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.lab.argument_reference import (
@@ -423,7 +423,9 @@ class Problem:
 
     def is_decode(self, seq: int) -> bool:
         """Answer whether the sequence has one new token and the op does not serve it by prefill alone."""
-        return self.query_len(seq) == 1 and self.kernels not in ((PREFILL,), (ENCODER,))
+        op = self.call.spec
+        is_prefill = op.scores and op.new_tokens_from == "arguments"
+        return self.query_len(seq) == 1 and not is_prefill and self.kernels != (PREFILL,)
 
     def cached_len(self, seq: int) -> int:
         """Return how many of a sequence's tokens its kernel reads from the cache, by the op's contract."""

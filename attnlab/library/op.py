@@ -76,6 +76,8 @@ class Op:
     - ``neutral``: why a parameter does not change the result. ``index_dtypes``: the dtypes of a tensor of
       integers, if the library does not pass int32 and int64.
     - ``default_splits``: in how many parts the library's caller splits a sequence, if a Case does not say it.
+      ``own_splits``: the numbers that the op chooses among, if no argument states it.
+      ``split_step``: the number of keys of a part is a multiple of it; None is the block size.
     - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
       (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
     - ``left_out``: what the op can but a check does not run, or a caller may not ask for, with the reason.
@@ -124,6 +126,8 @@ class Op:
     neutral: Mapping[str, str] = field(default_factory=dict)
     index_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     default_splits: int = 1
+    own_splits: tuple[int, ...] = ()
+    split_step: int | None = 1
     masks: tuple[str, ...] = ()
     adds_bias: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -213,6 +217,15 @@ class Op:
     def alibi(self) -> bool:
         """Answer whether it accepts slopes of ALiBi."""
         return not self.scores or bool(self.parameters("alibi_slopes"))
+
+    def split_counts(self, stated: int | None = None) -> tuple[int, ...]:
+        """Return in how many parts the op may split a sequence; ``stated``: what a call states."""
+        return self.own_splits or (self.default_splits,) if stated is None else (stated,)
+
+    @property
+    def splits_decodes(self) -> bool:
+        """Answer whether the op computes the parts of sequences with one new token, and merges them."""
+        return max(self.split_counts()) > 1 and not self.prefill
 
     @property
     def merges(self) -> bool:

@@ -410,6 +410,10 @@ class ScriptedKernel:
             return cls(function=op.function, module=op.module, arguments=arguments)
         if not isinstance(backend, PluginBackend):
             raise Unsupported(f"a script has no backend {backend.name}")
+        if backend.op_source is not None:
+            package = backend.op_source.package.title
+            text = "a script calls an op of vLLM, or a function of yours"
+            raise Unsupported(f"{text}, and {call.op} is an op of {package}")
         kernel = backend.kernel
         if not isinstance(kernel, ByName):
             raise Unsupported("a script has no KernelCall, which is the argument of the function")

@@ -192,7 +192,11 @@ def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall
         interleave_v=case.interleave_v,
         strides=case.kv_layout,
         padding=case.pad_batch,
-        origin=Origin(release=case.release, platform=case.platform, backend=case.backend),
+        origin=Origin(
+            release=case.release if case.spec.library == "vllm" else None,
+            platform=case.platform,
+            backend=case.backend,
+        ),
     )
 
 

@@ -1,12 +1,12 @@
 """Rules about which keys count: missing, extra, counted twice, or only in the denominator."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, UNIFIED
 from attnlab.weights.fit import usable
 from attnlab.weights.plan import LAST, LAST_SEEN, Partition, Plan
 from attnlab.weights.rule import PARTS, Constant, Edge, Rule
@@ -201,7 +201,6 @@ class NoKeys(Rule):
 
 _WHICH = (0, 1, 2, 3, LAST, LAST_SEEN)
 _SPREAD = 0.01  # of the logarithm of a factor, if it is a constant
-_PARTS = {UNIFIED: 16, DECODE_FWD: 4}  # if a call does not state how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +250,16 @@ def partitions(
     loops = (
         ("context", "new") if cached and bool((setup.cached < setup.seq_len).any()) else ("all",)
     )
-    parts = _PARTS.get(setup.call.op, 0) if setup.call.num_splits is None else setup.call.num_splits
+    op = setup.call.spec
+    counts = op.split_counts(setup.call.num_splits)
+    step = op.split_step or setup.call.block_size
     longest = int(setup.seq_len.max())
     for only in which:
         for tile in tiles:
             for loop in loops:
                 yield Partition(tile, loop=loop, only=only)
-        for tile in ((1,) if setup.call.op == DECODE_FWD else tiles) if parts > 1 else ():
-            if longest > parts * tile:  # else they are the tiles
+        for parts, tile in itertools.product(counts, (step,) if op.splits_decodes else tiles):
+            if parts > 1 and longest > parts * tile:  # else they are the tiles
                 yield Partition(tile, parts=parts, only=only)
 
 

@@ -11,13 +11,17 @@ from pathlib import Path
 OP_FILE = "vllm/attention/ops/prefix_prefill.py"
 
 
-def write_wheel(folder: Path, version: str, text: str, filler: bytes = b"") -> Path:
-    """Write a wheel of vLLM with one op file, and a large file that is no op."""
-    path = folder / f"vllm-{version}-cp38-abi3-manylinux1_x86_64.whl"
+def write_wheel(
+    folder: Path, version: str, text: str, filler: bytes = b"", op_file: str = OP_FILE
+) -> Path:
+    """Write a wheel of vLLM, or of the package of another op file, with that file, and one that is no op."""
+    name = op_file.partition("/")[0]
+    path = folder / f"{name}-{version}-cp38-abi3-manylinux1_x86_64.whl"
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("vllm/_C.abi3.so", filler)
-        wheel.writestr(OP_FILE, text)
-        wheel.writestr(f"vllm-{version}.dist-info/METADATA", f"Name: vllm\nVersion: {version}\n")
+        wheel.writestr(f"{name}/_C.abi3.so", filler)
+        wheel.writestr(op_file, text)
+        metadata = f"Name: {name}\nVersion: {version}\n"
+        wheel.writestr(f"{name}-{version}.dist-info/METADATA", metadata)
     return path
 
 

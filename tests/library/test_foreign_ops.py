@@ -137,7 +137,21 @@ def test_what_cannot_be_imported_is_named(tmp_path):
     assert "No module named 'no_such_package'" in entry.reason
 
 
-def made(**names: str) -> Op:
+@needs_triton
+def test_a_limit_that_the_op_states_is_no_finding(tmp_path):
+    """An assertion of the op refuses a call; one that Python raises in its code is a fault."""
+    for text, kind in (("assert not sm_scale", []), ("[][0]", ["fails"])):
+        folder = tmp_path / text.split()[0].strip("[]0") / "x"
+        root = acme(folder)
+        file = root / "acme/ops/pages.py"
+        file.write_text(file.read_text().replace("    results =", f"    {text}\n    results =", 1))
+        report = check(
+            f"{OP}({QUERIES})", source=root, platform="gfx942", cases=1, engine="local:1"
+        )
+        assert [one.kind for one in report.findings] == kind
+
+
+def made() -> Op:
     return Op(
         name="m.f",
         summary="m:f",

@@ -12,7 +12,6 @@ from itertools import combinations
 
 import torch
 
-from attnlab.case.ops import ENCODER, PREFILL, WRAPPER
 from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import divisions
 from attnlab.kernels.triton.run_log import number_outside
@@ -131,7 +130,7 @@ def memory_of(call: KernelCall) -> dict[str, TensorMemory]:
         key, value = flash(*to_flash(call.key_cache, call.value_cache), call.strides)
         found["key_cache"] = TensorMemory.of(key, _FLASH_TERMS)
         found["value_cache"] = TensorMemory.of(value, _FLASH_TERMS)
-    if call.op in (ENCODER, PREFILL, WRAPPER):
+    if call.spec.scores and call.spec.new_tokens_from != "cache":
         found["key"] = TensorMemory.of(ran.key, TOKEN_TERMS)
         found["value"] = TensorMemory.of(ran.value, TOKEN_TERMS)
     return found

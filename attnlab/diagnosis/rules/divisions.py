@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, ENCODER, UNIFIED
+from attnlab.case.ops import UNIFIED
 from attnlab.contracts.contract import PARTITION_SIZE, ROCM_DECODE
 from attnlab.defects.edit import TILES
 from attnlab.lab.problem import Problem, RowSlice
@@ -59,7 +59,7 @@ def visits(problem: Problem) -> Iterator[Visits]:
     """Yield the ways in which the kernels of a call may visit slots."""
     call = problem.call
     prunes = (True, False) if call.sliding_window else (False,)
-    if call.op == ENCODER:
+    if not call.spec.context:
         for size, pruned in itertools.product(_ROW_BLOCKS, prunes):
             text = f"with tiles of {size} keys and rows"
             yield Visits(text + _OF_WINDOWS[pruned], slots_of_rows(size, pruned), prunes=pruned)
@@ -70,7 +70,7 @@ def visits(problem: Problem) -> Iterator[Visits]:
         for most, pruned in itertools.product(BATCHES_OF_SEGMENTS, prunes):
             text = f"with tiles of 32, of 16 {of_batches(most)}{_OF_WINDOWS[pruned]}"
             yield Visits(text, slots_by_batch(most, pruned), prunes=pruned)
-    elif call.op != DECODE_FWD:  # its parts end elsewhere
+    elif not call.spec.splits_decodes:  # its parts end elsewhere
         yield from _visits_of_loops(problem)
 
 
@@ -189,8 +189,7 @@ def of_batches(most: int) -> str:
 Tile = tuple[int, int, int, int]  # first key, last key + 1, slots of the tile after them, loop
 Parts = list[list[Tile]]
 LOOPS = {None: "", 0: "in the loop over the context, ", 1: "in the loop over the new tokens, "}
-# Of unified_attention and decode_attention_fwd, if a call does not state them.
-_SEGMENTS, _SPLITS = 16, 4
+_SEGMENTS = 16  # of unified_attention, if a call does not state them
 _SPLIT_TILES = (8,)  # of decode_attention_fwd on ROCm, in addition to TILES
 # Of the two loops of context_attention_fwd, where they differ.
 _CACHED_TILES, _NEW_TILES = (16, 32), (64, 128)
@@ -254,13 +253,12 @@ def divisions(problem: Problem) -> Iterator[Division]:
                 text_of_parts=text,
                 visited=visited,
             )
-    if call.op == DECODE_FWD:
-        count = _SPLITS if call.num_splits is None else call.num_splits
+    for count in call.spec.split_counts(call.num_splits) if call.spec.splits_decodes else ():
         text_of_parts = f"{count} splits"
         for size in dict.fromkeys((*_SPLIT_TILES, *sizes)) if count > 1 else ():
             yield Division(
                 f"{count} splits with tiles of {size}",
-                _splits(count, size),
+                _splits(count, size, call.spec.split_step or call.block_size),
                 merge="running",
                 slots=count,
                 text_of_parts=text_of_parts,
@@ -283,7 +281,7 @@ def _visited(problem: Problem, size: int) -> VisitedOf | None:
     """Return what the rows of an op's prefills visit in tiles of a size."""
     if problem.call.op == UNIFIED:
         return slots_of_pairs(size, prunes=False)
-    if problem.call.op == ENCODER:
+    if not problem.call.spec.context:
         return slots_of_rows(size, prunes=False)
     has_new = any(problem.cached_len(seq) < problem.seq_len(seq) for seq in problem.computed_seqs())
     return new_slots(size) if has_new else None
@@ -320,12 +318,12 @@ def _by_batch(count: int, most: int) -> Callable[[Problem, int], Parts]:
     return parts
 
 
-def _splits(count: int, size: int) -> Callable[[Problem, int], Parts]:
-    """Return ``count`` parts of equally many keys."""
+def _splits(count: int, size: int, multiple: int) -> Callable[[Problem, int], Parts]:
+    """Return at most ``count`` parts of equally many keys, a multiple of ``multiple``."""
 
     def parts(problem: Problem, seq: int) -> Parts:
         length = problem.seq_len(seq)
-        return _cut(length, -(-length // count), size)
+        return _cut(length, -(-length // (count * multiple)) * multiple, size)
 
     return parts
 

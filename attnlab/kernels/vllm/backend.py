@@ -84,7 +84,7 @@ def explained(error: Exception, op: str, source: Source) -> AttnLabError:
         return OutOfMemory(f"{op} of {source.text()} runs out of memory: {one_line(error)}")
     if is_compile_failure(error):
         return KernelFailed(one_line(root_of(error)))
-    if isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root):
+    if is_stated(error, source):
         return KernelRejected(one_line(error))
     if isinstance(
         error, (*_STATED, ArithmeticError)
@@ -103,6 +103,11 @@ def calling(op: str, source: Source, plan: LaunchPlan | None = None) -> Iterator
         raise
     except Exception as error:
         raise explained(error, op, source) from error
+
+
+def is_stated(error: Exception, source: Source) -> bool:
+    """Answer whether an op's own Python code refuses a call before a launch, a limit that it states."""
+    return isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root)
 
 
 def is_compile_failure(error: BaseException) -> bool:

@@ -34,13 +34,13 @@ from attnlab.tensors.quantised import (
 # Tensors with other strides than those of a contiguous tensor.
 
 
-def with_gaps(tensor: torch.Tensor, used: int) -> torch.Tensor:
+def with_gaps(tensor: torch.Tensor, used: int, times: int = 1) -> torch.Tensor:
     """Return a copy of a tensor in which the strides of the first ``used`` dimensions have gaps.
 
-    The gaps hold NaN, or -1 in a tensor of integers.
+    The gaps hold NaN, or -1 in a tensor of integers. ``times``: how many times the usual one each gap has.
     """
     shape = [*tensor.shape, 1]
-    shape[used] += 8 if used == tensor.dim() - 1 else 1
+    shape[used] += times * (8 if used == tensor.dim() - 1 else 1)
     empty = float("nan") if tensor.is_floating_point() else -1
     larger = torch.full(shape, empty, device=tensor.device).to(tensor.dtype)
     part = larger[tuple(slice(size) for size in tensor.shape)][..., 0]
@@ -338,9 +338,9 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
 
 
 def _other_strides(case: Case, given: Arguments) -> Arguments:
-    """Pass tensors with gaps."""
+    """Pass tensors with gaps; those of new values differ from those of new keys, which a rotation copies."""
     return {
-        name: with_gaps(given[name], used)
+        name: with_gaps(given[name], used, 2 if case.spec.arguments[name] == "value" else 1)
         for name, used in case.spec.strides.items()
         if isinstance(given.get(name), torch.Tensor)
     }

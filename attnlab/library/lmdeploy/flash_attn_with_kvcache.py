@@ -17,6 +17,12 @@ OP = Op(
         **QUANTISED,
     },
     result="returned",
+    own_splits=(
+        4,
+        8,
+        16,
+    ),  # of _get_split_k, with the 16 multiprocessors of attnlab's simulated GPU
+    split_step=None,
     left_out={
         **LEFT_OUT,
         "several query tokens per sequence": "they see each other, as blocks of a diffusion model do",

@@ -20,8 +20,10 @@ OP = Op(
         "logit_cap": "softcap or 0.0",
         **same("sinks k_scale v_scale"),
     },
+    strides=dict.fromkeys(("q", "o", "k_buffer", "v_buffer"), 2),
     neutral=dict.fromkeys(("num_kv_splits", "max_kv_splits", "page_size"), PATH),
     default_splits=8,  # the choice of attnlab: SGLang computes a number for each sequence
+    split_step=32,  # _MIN_BLOCK_KV
     contract={"softcap": "any", "sinks": "any", "serves": "decode"},
     rounding={"products": True},
     new_tokens_from="cache",

@@ -33,6 +33,9 @@ OP = Op(
         "window_kv_offsets": "None if qq_bias is None else window_starts",
         "lse_extend": "float32[tokens, heads]",
     },
+    strides=dict.fromkeys(
+        ("q_extend", "o_extend", "k_extend", "v_extend", "k_buffer", "v_buffer"), 2
+    ),
     lse="lse_extend if sinks is None else None",
     neutral={"page_size": PATH},
     masks=("bidirectional", "tree"),
@@ -62,6 +65,7 @@ UNIFIED = Op(
         "custom_mask": "None if qq_bias is None else seen(window_starts)",
         "mask_indptr": "None if qq_bias is None else sums(query_lens * (seq_lens - window_starts))",
     },
+    strides=dict.fromkeys(("q", "o", "k_buffer", "v_buffer"), 2),
     neutral={"page_size": PATH},
     masks=("bidirectional", "tree"),
     adds_bias=False,

@@ -9,7 +9,7 @@ from helpers.index import OP_FILE, serving, write_wheel
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.kernels.vllm import source
 from attnlab.kernels.vllm.source import find_source
-from attnlab.library.op import Package
+from attnlab.library.op import Package, package_of
 
 FILLER = os.urandom(1 << 20)  # cannot be compressed
 
@@ -56,6 +56,24 @@ def test_only_the_op_files_are_downloaded(
     assert (folder / OP_FILE).read_text() == "VERSION = '0.10.1.1'\n"
     assert find_source(folder).version == "0.10.1.1"
     assert not list(folder.rglob("*.so"))
+
+
+def test_ops_of_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are beside those of vLLM; the rules of vLLM's releases are not for them."""
+    monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path / "cache"))
+    package, file = package_of("sglang"), "sglang/kernels/ops/attention/merge_state.py"
+    write_wheel(tmp_path, "0.5.23", "", FILLER, file)
+    with serving(tmp_path) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        assert source.releases_between("0.5.23", "0.5.23", package) == ["0.5.23"]
+        folder = source.fetch_ops("0.5.23", package)
+        assert 0 < index.sent < len(FILLER)
+    assert (folder / file).is_file()
+    assert source.source_path("0.5.23", package) == folder
+    found = find_source(folder, package)
+    assert (found.version, found.rules) == ("0.5.23", None)
+    with pytest.raises(InvalidCase, match=r"run attnlab fetch 0\.5\.23$"):
+        source.source_path("0.5.23")
 
 
 def test_without_range_requests_pip_downloads_the_wheel(

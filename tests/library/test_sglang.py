@@ -1,0 +1,202 @@
+"""SGLang's records: lists of slots, windows and masks as SGLang passes them, on ops whose text is ours."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.sources import needs_triton
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import OPS
+from attnlab.checker.check import check, release_plan
+from attnlab.checker.releases import check_releases, releases_of
+from attnlab.contracts.contract import Target
+from attnlab.diagnosis.rules.divisions import divisions
+from attnlab.kernels import find_backend
+from attnlab.kernels.binding import arguments_of
+from attnlab.lab.lab import Lab
+from attnlab.lab.problem import Problem
+from attnlab.tasks.task import InProcess
+
+EXTEND, UNIFIED = "sglang_extend_attention", "sglang_extend_attention_unified"
+PREFILL, DECODE = "sglang_prefill_attention", "sglang_decode_attention"
+WRITE = "sglang_reshape_and_cache_flash"
+
+OPS_TEXT = """
+import torch
+
+def attend(q, k, v, seen, scale, cap):
+    group = q.shape[1] // k.shape[1]
+    key, value = (one.float().repeat_interleave(group, 1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), key) * scale
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+def extend_attention_fwd(q_extend, k_extend, v_extend, o_extend, k_buffer, v_buffer, qo_indptr, kv_indptr,
+                         kv_indices, custom_mask, is_causal, mask_indptr, max_len_extend, k_scale, v_scale,
+                         sm_scale=None, logit_cap=0.0, sliding_window_size=-1, window_kv_offsets=None):
+    for i in range(len(qo_indptr) - 1):
+        new = slice(qo_indptr[i], qo_indptr[i + 1])
+        old = kv_indices[kv_indptr[i] : kv_indptr[i + 1]]
+        key = torch.cat([k_buffer[old], k_extend[new]])
+        value = torch.cat([v_buffer[old], v_extend[new]])
+        at = torch.arange(len(old), len(key))[:, None]
+        seen = at >= torch.arange(len(key)) if is_causal else torch.ones(len(at), len(key), dtype=bool)
+        if custom_mask is not None:
+            skipped = int(window_kv_offsets[i])
+            given = custom_mask[mask_indptr[i] : mask_indptr[i + 1]].bool()
+            seen = given.view(len(at), skipped + len(key))[:, skipped:]
+        if sliding_window_size > -1:
+            away = at - torch.arange(len(key))
+            seen = seen & (away <= sliding_window_size{fault})
+            seen = seen if is_causal else seen & (away >= -sliding_window_size)
+        scale = q_extend.shape[2] ** -0.5 if sm_scale is None else sm_scale
+        o_extend[new] = attend(q_extend[new], key, value, seen, scale, logit_cap).to(o_extend.dtype)
+"""
+# That of a release without an argument for the scale.
+PREFILL_TEXT = """
+from sglang.kernels.ops.attention.extend_attention import attend
+
+def context_attention_fwd(q, k, v, o, b_start_loc, b_seq_len, max_input_len, is_causal=True):
+    import torch
+    for i in range(len(b_seq_len)):
+        rows = slice(b_start_loc[i], b_start_loc[i + 1])
+        at = torch.arange(rows.stop - rows.start)
+        seen = at[:, None] >= at if is_causal else torch.ones(len(at), len(at), dtype=bool)
+        o[rows] = attend(q[rows], k[rows], v[rows], seen, q.shape[2] ** -0.5, 0.0).to(o.dtype)
+"""
+
+# The stride of new keys serves for new values, or the lowest bit of a slot is wrong.
+WRITE_TEXT = """
+def launch_reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping):
+    size = key_cache.shape[1]
+    if {strides}:
+        value = value.as_strided(value.shape, (key.stride(0), *value.stride()[1:]))
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            at = divmod(slot ^ {bit}, size)
+            key_cache[at], value_cache[at] = key[token], value[token]
+"""
+
+
+def sglang(folder: Path, fault: str = "") -> Path:
+    """Return a made-up SGLang with two ops."""
+    ops = folder / "sglang/kernels/ops/attention"
+    ops.mkdir(parents=True)
+    (ops / "extend_attention.py").write_text(OPS_TEXT.replace("{fault}", fault))
+    (ops / "prefill_attention.py").write_text(PREFILL_TEXT)
+    return folder
+
+
+def arguments(op: str, **fields) -> dict[str, object]:
+    lens = {"query_lens": (3, 2), "ctx_lens": (20, 5), "block_size": 16, **fields}
+    case = Case(op=op, num_heads=2, backend="library:sglang", **lens)
+    return arguments_of(Lab().call(case), Target.of(case))
+
+
+def test_a_window_shortens_the_lists_of_slots():
+    """The first new token, at position 20, sees 7 keys with a window of 7: 6 of them of the context."""
+    whole, given = arguments(EXTEND), arguments(EXTEND, sliding_window=7)
+    assert whole["kv_indptr"].tolist() == [0, 20, 25]
+    assert given["kv_indptr"].tolist() == [0, 6, 11]
+    assert given["kv_indices"].tolist() == whole["kv_indices"][14:].tolist()
+    assert given["kv_indices"].dtype == torch.int64  # with int32, offsets of the kernel would wrap
+    assert (whole["sliding_window_size"], given["sliding_window_size"]) == (-1, 6)
+    every = arguments(UNIFIED, sliding_window=7)
+    assert every["kv_indptr"].tolist() == [0, 9, 16]
+    assert (every["prefix_lens"].tolist(), every["window_start_pos"].tolist()) == ([6, 5], [14, 0])
+
+
+@pytest.mark.parametrize(("op", "first"), [(EXTEND, 0), (UNIFIED, 14)])
+def test_a_tree_is_a_mask_of_bytes(op, first):
+    """A row has all keys, in the unified op only those in its list. Nothing is added to scores."""
+    given = arguments(op, sliding_window=7, mask="tree", tree_parents=(0, 0, 0))
+    mask, starts = given["custom_mask"], given["mask_indptr"]
+    assert starts.tolist() == [0, 3 * (23 - first), 3 * (23 - first) + 2 * 7]
+    assert mask[: starts[1]].view(3, -1)[:, -3:].tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    assert bool(mask[: starts[1]].view(3, -1)[:, :-3].all())
+    drawn = Lab().call(
+        Case(op=op, backend="library:sglang", query_lens=(5,), ctx_lens=(9,), mask="tree")
+    )
+    assert set(drawn.qq_bias.unique().tolist()) == {0.0, -torch.inf}
+
+
+def test_only_masks_of_the_record_are_taken():
+    with pytest.raises(InvalidCase, match=r"^mask must be causal or bidirectional or tree with"):
+        Case(op=EXTEND, backend="library:sglang", query_lens=(5,), ctx_lens=(9,), mask="ranges")
+
+
+def test_the_parts_of_a_decode_are_multiples_of_32_keys():
+    lens = {"query_lens": (1,), "ctx_lens": (99,), "num_splits": 3, "backend": "library:sglang"}
+    case = Case(op=DECODE, **lens)
+    problem = Problem.of_call(Lab().call(case), Target.of(case), (DECODE,))
+    (found,) = {str(_ends(one.parts(problem, 0))) for one in divisions(problem) if one.merge}
+    assert found == "[64, 100]"
+
+
+def _ends(parts):
+    return [part[-1][1] for part in parts]
+
+
+@needs_triton
+def test_a_sound_op_has_no_finding_and_states_what_is_left_out(tmp_path):
+    flags = {"library": "sglang", "ops": [EXTEND], "engine": "local:1"}
+    right = check(source=sglang(tmp_path), cases=8, **flags)
+    assert (right.cases_run, right.findings) == (8, [])
+    reasons = [line for line in right.left_out if "left out: an FP8 cache" in line]
+    assert len(reasons) == 1
+    assert reasons[0].startswith(f"{EXTEND}: left out: an FP8 cache: the kernel rounds")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("strides", "bit", "verdict"), [("False", 0, "match"), ("True", 0, "mismatch")]
+)
+def test_new_values_have_a_stride_of_their_own(tmp_path, strides, bit, verdict):
+    case = Case(
+        **{"op": WRITE, "backend": "library:sglang", "op_argument": "gaps", "num_heads": 2},
+        **{"query_lens": (3,), "ctx_lens": (5,), "block_size": 16, "head_size": 32},
+    )
+    source = write_source(tmp_path, strides, bit)
+    assert Lab(source=source).run(case).status == verdict
+
+
+@needs_triton
+def test_a_check_says_where_misplaced_tokens_are(tmp_path):
+    source = write_source(tmp_path, "False", 1)
+    flags = {"library": "sglang", "ops": [WRITE], "engine": "local:1", "cases": 1}
+    (found,) = check(source=source, **flags).findings
+    assert (
+        "is not written: its slot holds what was there before; 1 token is 1 slot" in found.evidence
+    )
+
+
+def write_source(folder: Path, strides: str, bit: int) -> Path:
+    """Return a made-up SGLang with a cache write."""
+    ops = folder / "sglang/kernels/ops/kvcache"
+    ops.mkdir(parents=True)
+    text = WRITE_TEXT.replace("{strides}", strides).replace("{bit}", str(bit))
+    (ops / "cache_ops.py").write_text(text)
+    return folder
+
+
+@needs_triton
+def test_releases_of_a_library(tmp_path):
+    """A window that is off by one is found; a scale without an argument is not passed, and no fault."""
+    paths = {"0.1.0": sglang(tmp_path / "a", " - 1"), "0.2.0": sglang(tmp_path / "b")}
+    plan = release_plan(releases_of(paths, "cpu", "sglang"), ops=[EXTEND, PREFILL], cases=4)
+    table = check_releases(plan, InProcess())
+    (fault,) = (one.to_dict() for one in table.faults)
+    assert (fault["op"], fault["first"], fault["last"]) == (EXTEND, "0.1.0", "0.1.0")
+    assert "window_minus_one" in fault["names"]
+    assert (table.library, table.not_run) == ("SGLang", [])
+    line = next(iter(find_backend("library:sglang", paths["0.2.0"]).not_applicable(PREFILL)))
+    assert line == f"{PREFILL}: not applicable: sm_scale (no argument sm_scale)"
+    with pytest.raises(InvalidCase, match=r"^op must be one of .*, got 'unified_attention'"):
+        release_plan(releases_of(paths, "cpu", "sglang"), ops=["unified_attention"])
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.library == "sglang"])
+def test_what_a_record_leaves_out_has_a_reason(name):
+    assert all(what and why for what, why in OPS[name].left_out.items())
