@@ -166,11 +166,11 @@ RULES = (
         pattern=r"check --source.*--coverage|--shard", reason="", added=ONE_CASE, marker="releases"
     ),
     Rule(
-        pattern=r"--library|aiter",
+        pattern=r"library[: ]|aiter",
         reason="needs a wheel of 39 MB; tests/library has a library of its own",
     ),
     Rule(
-        pattern=r"^attnlab check .*:(my_|PAGES|page_)",
+        pattern=r"^attnlab check .*:(my_|PAGES)",
         reason="a check takes minutes",
         added="--cases 1 --engine local:1",
     ),

@@ -48,6 +48,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
 from attnlab.defects.masks import MASK_IGNORED
 from attnlab.defects.reads import argument_defects
+from attnlab.diagnosis.captured import diagnose_write
 from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -301,33 +302,19 @@ def _check_cache(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findin
     place = errors.places()[0]
     has_owner = place.seq < len(case.lengths.query_lens)
     where = f"sequence {place.seq}, position {place.token}" if has_owner else f"a {_NO_OWNER}"
-    text = (
-        f"{errors.mismatched} elements differ, first in {where}{_misplaced(lab, case, run.output)}"
-    )
+    text = f"{errors.mismatched} elements differ, first in {where}{_rules_of_write(lab, case, run)}"
     layout = _layout_at_fault(lab, backend, case)
     return _finding(case, "wrong_bytes", text, layout or ("own slot" if has_owner else _NO_OWNER))
 
 
-def _misplaced(lab: Lab, case: Case, output: torch.Tensor) -> str:
-    """Return where a cache write put the first token that is missing in its slot, as text, or ""."""
-    table, size = lab.call(case).block_table.long(), case.block_size
-    found, right = (
-        one.contiguous().view(torch.uint8).flatten(1) for one in (output, lab.reference(case))
-    )
-    wrong = (found != right).any(1)
-    lens = zip(case.lengths.query_lens, case.lengths.seq_lens, strict=True)
-    for seq, (query_len, seq_len) in enumerate(lens):
-        slots = (table[seq][:, None] * size + torch.arange(size)).flatten()
-        for position in range(seq_len - query_len, seq_len):
-            there = (found == right[slots[position]]).all(1) & wrong
-            if bool(wrong[slots[position]]) and bool(there.any()):
-                slot = int(there.nonzero()[0])
-                own = (slots == slot).nonzero().flatten().tolist()
-                where = (
-                    f"of its position {own[0]}" if own else f"{slot % size} of block {slot // size}"
-                )
-                return f"; position {position} of sequence {seq} was written to slot {where}"
-    return ""
+def _rules_of_write(lab: Lab, case: Case, run: CaseRun) -> str:
+    """Return the rules that reproduce wrong slots, as "; text"; "" if there is none."""
+    if case.op_argument != NONE:
+        return ""
+    call = lab.call(case).cpu()
+    pattern = diagnose_write(call, Target.of(case), output=run.output).pattern
+    facts = () if pattern is None else pattern.facts[1:]  # after the place
+    return "".join(f"; {one.what}" for one in facts)
 
 
 def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:

@@ -53,6 +53,7 @@ USED_FLAGS = (
     *("--html", "--num-heads", "--platform", "--stage", "--device", "--seconds", "--head-size"),
 )
 MOST_FLAGS = 10
+_MOST_NOTES = 6  # lines; --help-all shows longer ones, such as what --json prints
 
 
 class _Help(argparse.Action):
@@ -75,6 +76,8 @@ class _Help(argparse.Action):
         for one in flags:
             if one not in shown:
                 one.help = argparse.SUPPRESS
+        if self.used and (parser.epilog or "").count("\n") > _MOST_NOTES:
+            parser.epilog = None
         parser.print_help()
         if len(shown) < len(flags):
             print(f"\n{parser.prog} --help-all shows {len(flags) - len(shown)} more flags")

@@ -317,6 +317,25 @@ def test_a_factor_that_is_left_out_may_stand_for_an_unused_argument(
     assert (claim.is_stated, claim.line) == (is_stated, line)
 
 
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_an_edit_may_stand_for_an_unused_stride(tmp_path, monkeypatch, is_stated):
+    """A number stands for the stride of the table, unless a call has another stride."""
+    lab = Lab(device="cpu")
+    used = "tl.load(seq + row) * table_stride"
+    case, line = planted(tmp_path, used, "tl.load(seq + row)")
+    case = case.replace(query_lens=(1, 1), ctx_lens=(20, 20), num_blocks=None, max_blocks_per_seq=2)
+    others = [case.replace(seed=seed) for seed in (3, 4)]
+    if is_stated:
+        others.append(case.replace(query_lens=(1,), ctx_lens=(40,), max_blocks_per_seq=3))
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: others)
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    similar = [case.replace(seed=seed) for seed in range(20, 30)]
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    doubled = edit_of(lab, case, "tl.load(seq + row)", "tl.load(seq + row) * 2")
+    claim = find_claim(lab, case, [doubled])
+    assert (claim.is_stated, claim.line) == (is_stated, line)
+
+
 def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, monkeypatch):
     """The weights of a tile ignore earlier maxima. So may the new maximum, until an exponential overflows."""
     lab = Lab(device="cpu")

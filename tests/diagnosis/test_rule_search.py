@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -367,3 +368,21 @@ def test_zeros_are_no_sign_of_reads_outside_of_the_cache(monkeypatch):
         return output
 
     assert find_rule(lab, case, zeros) is None
+
+
+def test_a_rule_of_decodes_that_holds_with_several_new_tokens_must_hold_with_many(monkeypatch):
+    """With up to one tile of new tokens, tiles that are lost are those of the context."""
+    case = hostile(op="context_attention_fwd", query_lens=(1, 1), ctx_lens=(129, 1))
+    defect = SimpleNamespace(family="loops", is_shown=lambda problem, seqs: True)
+    rule, lens = SimpleNamespace(name="lost", defect=defect), []
+
+    def confirmed(lab, other, output, candidates):
+        lens.append(max(other.lengths.query_lens))
+        found = SimpleNamespace(diagnosis=SimpleNamespace(is_wrong=True))
+        return (candidates if lens[-1] <= 128 else []), found
+
+    monkeypatch.setattr(search, "_explanations", lambda *_: ([rule], {"lost"}))
+    monkeypatch.setattr(search, "_shown", lambda *_: set())
+    monkeypatch.setattr(search, "_confirmed", confirmed)
+    assert find_rule(Lab(device="cpu"), case, lambda other: None) is None
+    assert min(lens) == 1 < max(lens)

@@ -130,7 +130,7 @@ def test_the_ops_are_right_and_planted_faults_are_found(tmp_path):
     found = check(source=wrong, cases=4, **run).findings
     by_op = {one.op: one.diagnosis for one in found}
     (evidence,) = (one.evidence for one in found if one.op == FILL)
-    assert evidence.endswith("position 1 of sequence 0 was written to slot of its position 0")
+    assert evidence.endswith("1 token is 1 slot before the slot in slot_mapping")
     assert by_op.keys() == {DECODE, PREFILL, FILL}
     assert by_op[DECODE] == by_op[PREFILL] == "window_plus_one"
 

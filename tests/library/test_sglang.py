@@ -21,6 +21,7 @@ from attnlab.tasks.task import InProcess
 
 EXTEND, UNIFIED = "sglang_extend_attention", "sglang_extend_attention_unified"
 PREFILL, DECODE = "sglang_prefill_attention", "sglang_decode_attention"
+WRITE = "sglang_reshape_and_cache_flash"
 
 OPS_TEXT = """
 import torch
@@ -64,6 +65,18 @@ def context_attention_fwd(q, k, v, o, b_start_loc, b_seq_len, max_input_len, is_
         at = torch.arange(rows.stop - rows.start)
         seen = at[:, None] >= at if is_causal else torch.ones(len(at), len(at), dtype=bool)
         o[rows] = attend(q[rows], k[rows], v[rows], seen, q.shape[2] ** -0.5, 0.0).to(o.dtype)
+"""
+
+# The stride of new keys serves for new values, or the lowest bit of a slot is wrong.
+WRITE_TEXT = """
+def launch_reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping):
+    size = key_cache.shape[1]
+    if {strides}:
+        value = value.as_strided(value.shape, (key.stride(0), *value.stride()[1:]))
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            at = divmod(slot ^ {bit}, size)
+            key_cache[at], value_cache[at] = key[token], value[token]
 """
 
 
@@ -127,26 +140,56 @@ def _ends(parts):
 
 
 @needs_triton
-def test_a_window_that_is_off_by_one_is_found(tmp_path):
+def test_a_sound_op_has_no_finding_and_states_what_is_left_out(tmp_path):
     flags = {"library": "sglang", "ops": [EXTEND], "engine": "local:1"}
-    right = check(source=sglang(tmp_path / "a"), cases=8, **flags)
+    right = check(source=sglang(tmp_path), cases=8, **flags)
     assert (right.cases_run, right.findings) == (8, [])
-    wrong = check(source=sglang(tmp_path / "b", " - 1"), cases=4, **flags)
-    assert all("window_minus_one" in one.names for one in wrong.findings)
-    assert wrong.findings
     reasons = [line for line in right.left_out if "left out: an FP8 cache" in line]
     assert len(reasons) == 1
     assert reasons[0].startswith(f"{EXTEND}: left out: an FP8 cache: the kernel rounds")
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("strides", "bit", "verdict"), [("False", 0, "match"), ("True", 0, "mismatch")]
+)
+def test_new_values_have_a_stride_of_their_own(tmp_path, strides, bit, verdict):
+    case = Case(
+        **{"op": WRITE, "backend": "library:sglang", "op_argument": "gaps", "num_heads": 2},
+        **{"query_lens": (3,), "ctx_lens": (5,), "block_size": 16, "head_size": 32},
+    )
+    source = write_source(tmp_path, strides, bit)
+    assert Lab(source=source).run(case).status == verdict
+
+
+@needs_triton
+def test_a_check_says_where_misplaced_tokens_are(tmp_path):
+    source = write_source(tmp_path, "False", 1)
+    flags = {"library": "sglang", "ops": [WRITE], "engine": "local:1", "cases": 1}
+    (found,) = check(source=source, **flags).findings
+    assert (
+        "is not written: its slot holds what was there before; 1 token is 1 slot" in found.evidence
+    )
+
+
+def write_source(folder: Path, strides: str, bit: int) -> Path:
+    """Return a made-up SGLang with a cache write."""
+    ops = folder / "sglang/kernels/ops/kvcache"
+    ops.mkdir(parents=True)
+    text = WRITE_TEXT.replace("{strides}", strides).replace("{bit}", str(bit))
+    (ops / "cache_ops.py").write_text(text)
+    return folder
+
+
+@needs_triton
 def test_releases_of_a_library(tmp_path):
-    """A scale that an older op has no argument for is not passed, and no fault of it."""
+    """A window that is off by one is found; a scale without an argument is not passed, and no fault."""
     paths = {"0.1.0": sglang(tmp_path / "a", " - 1"), "0.2.0": sglang(tmp_path / "b")}
     plan = release_plan(releases_of(paths, "cpu", "sglang"), ops=[EXTEND, PREFILL], cases=4)
     table = check_releases(plan, InProcess())
     (fault,) = (one.to_dict() for one in table.faults)
     assert (fault["op"], fault["first"], fault["last"]) == (EXTEND, "0.1.0", "0.1.0")
+    assert "window_minus_one" in fault["names"]
     assert (table.library, table.not_run) == ("SGLang", [])
     line = next(iter(find_backend("library:sglang", paths["0.2.0"]).not_applicable(PREFILL)))
     assert line == f"{PREFILL}: not applicable: sm_scale (no argument sm_scale)"
