@@ -429,15 +429,20 @@ def case_with_runner(args: argparse.Namespace) -> Case:
 
 
 def case_with_source(args: argparse.Namespace) -> Case:
-    """Return the Case of the flags; --source alone selects backend vllm.
+    """Return the Case of the flags; --source alone selects backend vllm, or for a call that of the library
+    that the source has.
 
     Raises InvalidCase if --source is given but not used.
     """
     case = case_of_flags(args)
-    if args.source is not None and args.field_backend is None and case.backend == "model":
-        case = case.replace(backend="vllm")
-    args.field_backend = case.backend if args.source is not None else args.field_backend
-    package = package_of_backend(case.backend)
+    backend = case.backend
+    if args.source is not None and args.field_backend is None and backend == "model":
+        from attnlab.kernels.runner import backend_in
+
+        backend = "vllm" if getattr(args, "call", None) is None else backend_in(str(args.source))
+        case = case.replace(backend="vllm") if backend == "vllm" else case
+    args.field_backend = backend if args.source is not None else args.field_backend
+    package = package_of_backend(backend)
     if args.source is not None and package is None:
         raise InvalidCase(
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, NotDeterministic
+from attnlab.case.fields import library_of
 from attnlab.case.flags import flag
 from attnlab.case.ops import check_weighs_values
 from attnlab.case.output_file import check_input_path, check_output_file, write_bytes
@@ -115,7 +116,7 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
     from attnlab.kernels.run_call import backend_of_origin
-    from attnlab.kernels.runner import ORIGIN
+    from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import read_call
     from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 
@@ -133,6 +134,8 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
                 raise InvalidCase(NO_RUNNER, field="backend")
             ran = where_it_ran(call, case, given).case
             runner = backend_of_origin(call, args.device) if is_origin else None
+            if library_of(args.field_backend or "") not in (None, "vllm"):
+                runner = one_backend(args.source, args.field_backend, args.device)
             return xray_of_call(call, ran, runner, lab=lab, limit_s=args.limit_s), None
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
         if not found.is_wrong or args.no_location or case.backend == "model":

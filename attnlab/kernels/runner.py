@@ -6,6 +6,7 @@ X-ray and diagnosis of a call take their backend from here.
 
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import package_of_backend
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.source import VLLM, find_source, source_path
+from attnlab.library.op import libraries, package_of
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
@@ -53,7 +55,8 @@ def runners(
     """Return one target per source, and one per backend that needs no source; without any, the models.
 
     - ``sources``: paths of wheels, sdists and checkouts, or versions that ``attnlab fetch`` downloaded.
-      Backend "rocm" runs each of them if it is named, otherwise backend "vllm" does.
+      Backend "rocm" runs each of them if it is named, otherwise backend "vllm" does, or that of the library
+      that the first has.
     - ``backends``: names as in ``Case.backend``. "vllm" without a source is the installed vLLM.
 
     Raises InvalidCase for a source or a file of a backend that does not exist, and for a source that is no
@@ -62,14 +65,14 @@ def runners(
     if not sources and not backends:
         return [Runner(backend="model")]
     names = list(dict.fromkeys(backends))
+    if sources and not any(_has_source(name) for name in names):
+        names.insert(0, backend_in(sources[0]))
     package = next((found for name in names if (found := package_of_backend(name))), VLLM)
     paths = [source_path(text, package) for text in sources]
     named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     for path in paths:
         if not is_in_git(path):
             find_source(path, package)
-    if paths and not any(_has_source(name) for name in names):
-        names.insert(0, "vllm")
     targets = []
     for name in names:
         if not _has_source(name):
@@ -82,6 +85,15 @@ def runners(
             for path, text in named or [(None, "")]
         ]
     return targets
+
+
+def backend_in(source: str) -> str:
+    """Return the backend of the library that a source has, "vllm" if it has none that attnlab knows."""
+    for library in ("vllm", *libraries()) if Path(source).expanduser().exists() else ():
+        with suppress(InvalidCase):
+            find_source(source, package_of(library))
+            return library if library == "vllm" else f"library:{library}"
+    return "vllm"
 
 
 def _has_source(backend: str) -> bool:

@@ -11,11 +11,13 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS
 from attnlab.checker.check import check
 from attnlab.checker.hostile import hostile_cases
+from attnlab.cli.main import main
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.confirmation import with_leaks
 from attnlab.diagnosis.reruns import find_dependence
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
+from attnlab.kernels.runner import runners
 from attnlab.lab.lab import Lab
 from attnlab.tensors.case_visibility import visibility_of
 
@@ -202,3 +204,18 @@ def test_nan_after_the_end_of_a_sequence_is_no_evidence(tmp_path):
     assert bool(lab.output(one.replace(empty_slots="nan")).isnan().any())
     assert len(find_dependence(lab.output, one, lab.output(one), is_wrong).on_slots) == 0
     assert with_leaks(one, one).empty_slots == "garbage"
+
+
+@needs_triton
+def test_a_source_of_a_call_names_its_library(tmp_path, capsys):
+    """Without --backend; a planted window is seen by the X-ray, and a sound source is right."""
+    right, wrong = lmdeploy(tmp_path / "a"), lmdeploy(tmp_path / "b", window=" - 1")
+    (target,) = runners([str(wrong)], [])
+    assert target.backend == "library:lmdeploy"
+    lab = Lab(source=right)
+    call = lab.call(case(DECODE, sliding_window=4, distribution="normal", head_size=32))
+    call.save(path := tmp_path / "call.safetensors")
+    words = ["xray", "--call", str(path), "--no-confirm", "--source"]
+    assert main([*words, str(right)]) == 0
+    assert main([*words, str(wrong)]) == 1
+    assert "wrong weights in 2 of 2 rows" in capsys.readouterr().out
