@@ -220,7 +220,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             field_type("op").check("op", op)
         elif op not in names:
             refuse("op", f"one of {', '.join(names)}", op)
-    if args.source is not None and args.kernel is None:
+    if args.source is not None and args.kernel is None and not args.installed:
         args.source = source_path(str(args.source), package_of(args.library))
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)

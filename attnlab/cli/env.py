@@ -154,7 +154,7 @@ FETCH_COMMAND = Command(
     arguments="VERSION",
     examples=(
         "attnlab run --backend vllm --source $(attnlab fetch 0.33.0)",
-        "attnlab check --library sglang --source $(attnlab fetch --library sglang --ops 0.5.23)",
+        "attnlab fetch --library sglang --ops 0.5.23",
     ),
     exit_codes="0 downloaded, now or earlier",
     add_flags=_add_flags,

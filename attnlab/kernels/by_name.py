@@ -17,7 +17,7 @@ import torch
 
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse, suggestion
-from attnlab.case.ops import RELEASES, UNIFIED, Op
+from attnlab.case.ops import DECODE_FWD, RELEASES, UNIFIED, Op
 from attnlab.kernels.binding import known_names
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
@@ -96,6 +96,8 @@ SIZES: dict[str, Callable[[KernelCall], int]] = {
 _FIELDS = {alias: name for name, aliases in NAMES.items() for alias in aliases}
 _CACHES = {"key": "key_cache", "value": "value_cache"}
 _WINDOWS = ("window_size", "window_left")
+# What decode_attention_fwd does not have, and unified_attention has.
+_BEYOND_DECODE = {"query_start_loc", "sliding_window", "alibi_slopes", "sinks"}
 _MISSING = inspect.Parameter.empty
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _USUAL = (
@@ -127,8 +129,13 @@ class ByName:
 
     @property
     def op(self) -> str:
-        """Return the op that the function stands for: its attribute, or unified_attention."""
-        return getattr(self.function, "op", UNIFIED)
+        """Return the op that the function stands for: its attribute, or what its arguments fit.
+
+        A function that has no starts of the queries gets one token per sequence.
+        """
+        parameters = inspect.signature(self.function).parameters
+        has = {self._field(name, parameters) for name in parameters}
+        return getattr(self.function, "op", DECODE_FWD if not has & _BEYOND_DECODE else UNIFIED)
 
     def check(self, spec: str) -> None:
         """Raise InvalidCase if the function has an argument without default that no call can hold."""
@@ -206,7 +213,7 @@ class ByName:
         example = self.example.get(name, parameters[name].default)
         field_name = self._field(name, parameters)
         if field_name == "sliding_window":
-            return _window(name, call.sliding_window, example)
+            return _window(name, call, example)
         if field_name is None:
             if name in SIZES:
                 return SIZES[name](call)
@@ -284,8 +291,12 @@ def _formed(value: Any, example: Any, *, at: int = 0) -> Any:
     return value
 
 
-def _window(name: str, window: int, example: Any) -> Any:
-    """Return a window in the form that an argument has: a number of keys, keys to the left, or both sides."""
+def _window(name: str, call: KernelCall, example: Any) -> Any:
+    """Return a window in the form that an argument has: a number of keys, keys to the left, or both sides.
+
+    What stands for no window is the example. A function without one gets a number of keys that hides none.
+    """
+    window = call.sliding_window
     if name == "window_left":
         return window - 1
     if isinstance(example, tuple | list):
@@ -293,7 +304,10 @@ def _window(name: str, window: int, example: Any) -> Any:
         return type(example)((window - 1, right))
     if name == "window_size":
         return (window - 1, 0) if window else (-1, -1)
-    return window or (None if example is None else 0)
+    if window:
+        return window
+    is_none = example is None or (isinstance(example, int) and example <= 0)
+    return example if is_none else max(1, int(call.seq_lens.max()))
 
 
 # The record of an op that has none: its parameters get the values that parameters of their names have in the

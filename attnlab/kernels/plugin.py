@@ -9,7 +9,8 @@ The function takes a KernelCall and writes every row of ``call.output``. Its att
 
 A function with several parameters gets the call's tensors by the names of its arguments, those of vLLM,
 FlashAttention and FlashInfer (:mod:`attnlab.kernels.by_name`), and returns the output or writes its argument
-``output``. It stands for unified_attention unless it declares an op.
+``output``. Unless it declares an op, it stands for unified_attention; without an argument for the starts of
+the queries, a window, ALiBi or sinks, for decode_attention_fwd.
 
 What is named may also be an op's record (:class:`attnlab.library.op.Op`), which states how the op is called,
 what it requires and what it can. "library:NAME" names all records of a library of attnlab's. A name followed

@@ -104,8 +104,8 @@ def local_releases(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_release(work / f"vllm-{version}.whl", version)
         tiny_release(work / "releases" / f"vllm-{version}.whl", version)
     places = "attnlab.kernels.vllm.source"
-    monkeypatch.setattr(f"{places}.releases_between", lambda first, last: [*versions])
-    monkeypatch.setattr(f"{places}.fetch_ops", lambda version, *package: work / f"vllm-{version}.whl")
+    monkeypatch.setattr(f"{places}.releases_between", lambda *ends: [*versions])
+    monkeypatch.setattr(f"{places}.fetch_ops", lambda version, _: work / f"vllm-{version}.whl")
 
 
 # A release stays loaded in a process, so each of these commands has a process of its own.
@@ -116,7 +116,7 @@ from pathlib import Path
 from attnlab.cli.main import main
 from attnlab.kernels.vllm import source
 
-source.fetched = lambda version, *package: Path("vllm-0.33.0.whl").resolve()
+source.fetched = lambda version: Path("vllm-0.33.0.whl").resolve()
 if __name__ == "__main__":
     sys.exit(main())
 """

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# What sticks out of the page to the right: boxes wider than the window that no scroll bar of their own holds.
-OVERHANG = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
-# Text whose colour is too near to what lies under it, by WCAG's ratio for text.
-FAINT = """() => {
-  const channels = text => (text.match(/[\\d.]+/g) || []).map(Number);
+# What is wrong with the layout: a page that scrolls to the side; text below 12 pixels; text whose contrast
+# with what lies under it is below 4.5 to 1, by WCAG; text over other text that nothing opaque covers.
+PROBLEMS = """(within) => {
+  const root = document.documentElement, found = new Set();
+  const beyond = within ? 0 : root.scrollWidth - root.clientWidth;
+  if (beyond > 0) found.add(`the page scrolls ${beyond} pixels to the side`);
+  const channels = text => {
+    const numbers = (text.match(/[\\d.]+/g) || []).map(Number);
+    return text.startsWith("color(srgb") ? numbers.map((v, i) => i < 3 ? v * 255 : v) : numbers;
+  };
   const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
     .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
@@ -25,17 +30,74 @@ FAINT = """() => {
       return below.map((v, i) => v * (1 - a) + [r, g, b][i] * a);
     }, [255, 255, 255]);
   };
-  const found = new Set();
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const seen = (node, box) => {  // the part of a box that no scrolling parent cuts off
+    let [left, top, right, bottom] = [box.left, box.top, box.right, box.bottom];
+    for (let one = node; one && one !== document.body; one = one.parentElement) {
+      if (getComputedStyle(one).overflow === "visible") continue;
+      const own = one.getBoundingClientRect();
+      [left, top] = [Math.max(left, own.left), Math.max(top, own.top)];
+      [right, bottom] = [Math.min(right, own.right), Math.min(bottom, own.bottom)];
+    }
+    return {left, top, right, bottom};
+  };
+  const top = within ? document.querySelector(within) : document.body;
+  const boxes = [], walker = document.createTreeWalker(top, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !node.checkVisibility({opacityProperty: true})) continue;
-    if (node.closest("svg")) continue;
-    const [a, b] = [light(channels(getComputedStyle(node).color)), light(under(node))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 3) found.add(node.outerHTML.slice(0, 120));
+    const text = walker.currentNode, node = text.parentElement, words = text.data.trim().slice(0, 40);
+    if (!words || !node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    if (node.closest("option, title")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(text);
+    const all = [...range.getClientRects()].map(box => seen(node, box))
+      .filter(box => box.right - box.left > 2 && box.bottom - box.top > 2);
+    if (!all.length) continue;
+    const scale = node.closest("svg") && node.getScreenCTM ? node.getScreenCTM().d : 1;
+    const style = getComputedStyle(node), size = parseFloat(style.fontSize) * scale;
+    if (size < 11.99) found.add(`${size.toFixed(1)} pixels: ${words}`);
+    if (!node.closest("svg")) {
+      const [a, b] = [light(channels(style.color)), light(under(node))].sort((x, y) => y - x);
+      const ratio = (a + 0.05) / (b + 0.05);
+      if (ratio < 4.5) found.add(`contrast ${ratio.toFixed(2)}: ${words}`);
+    }
+    for (const box of all) boxes.push({...box, text, node, words});
   }
+  const covers = (node, other, x, y) => {  // something opaque is between two texts
+    for (const one of document.elementsFromPoint(x, y)) {
+      if (one === node || one === other) {
+        const [, , , alpha = 1] = channels(getComputedStyle(one).backgroundColor);
+        return alpha > 0.99;
+      }
+      const [, , , alpha = 1] = channels(getComputedStyle(one).backgroundColor);
+      if (alpha > 0.99) return true;
+    }
+    return true;  // outside of the window
+  };
+  boxes.sort((a, b) => a.top - b.top);
+  boxes.forEach((one, i) => {
+    for (let j = i + 1; j < boxes.length && boxes[j].top < one.bottom; j++) {
+      const other = boxes[j];
+      if (other.text === one.text) continue;
+      const wide = Math.min(one.right, other.right) - Math.max(one.left, other.left);
+      const high = Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top);
+      if (wide < 3 || high < 0.4 * Math.min(one.bottom - one.top, other.bottom - other.top)) continue;
+      const x = Math.max(one.left, other.left) + wide / 2, y = Math.max(one.top, other.top) + high / 2;
+      if (!covers(one.node, other.node, x, y)) found.add(`${one.words} over ${other.words}`);
+    }
+  });
   return [...found];
 }"""
+WIDTHS = {"a phone": 390, "a screen": 1280, "a wide screen": 1920}
+
+
+def layout_problems(page: Any) -> list[str]:
+    """Return what is wrong with the layout of a page, all of which the window then shows."""
+    size = page.viewport_size
+    height = page.evaluate("() => document.documentElement.scrollHeight")
+    page.set_viewport_size({"width": size["width"], "height": min(max(height, 200), 30_000)})
+    try:
+        return list(page.evaluate(PROBLEMS))
+    finally:
+        page.set_viewport_size(size)
 
 
 def find_chromium() -> str:

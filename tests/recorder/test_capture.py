@@ -11,6 +11,7 @@ from helpers.recorded import KERNEL, batch, flash_attention_module, flashinfer_m
 
 import attnlab
 from attnlab.case.errors import InvalidCall, InvalidCase
+from attnlab.kernels.triton.interpreter import interpret_if_possible
 from attnlab.recorder.capture import Capture
 from attnlab.replay.parts import KeptSequence, with_sequences
 
@@ -258,6 +259,7 @@ def test_a_part_of_a_call_has_its_part_of_the_mask():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention():
     """mask_mod and score_mod are evaluated; what they hide or add is in the call."""
+    interpret_if_possible()  # torch imports Triton, which other tests interpret
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     torch.manual_seed(0)
     query = torch.randn(2, 4, 16, 16)

@@ -1,13 +1,17 @@
 """Functions of a project that nobody named: pytest --attnlab records those with attention's arguments."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.recorded_tests import pytest_in
 
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
+from attnlab.lab.lab import Lab
 from attnlab.recorder.arguments import read_arguments
 from attnlab.recorder.ops import ops_in
 
@@ -159,3 +163,27 @@ def test_an_unknown_argument_is_refused_before_anything_runs(tmp_path: Path):
     file.write_text("def paged(q, k_cache, v_cache, pages, seq_lens):\n    pass\n")
     with pytest.raises(InvalidCase, match="pages must be an argument that attnlab knows"):
         PluginBackend(spec=f"{file}:paged")
+
+
+def windowed(q, k_cache, v_cache, out, cu_seqlens_q, seq_lens, block_table, sliding_window):
+    pass
+
+
+def decode(q, k_cache, v_cache, seq_lens, block_table, scale=None):
+    pass
+
+
+def test_a_function_without_starts_of_the_queries_gets_one_token_per_sequence():
+    assert ByName(function=decode).op == "decode_attention_fwd"
+    assert ByName(function=windowed).op == "unified_attention"
+
+
+@pytest.mark.parametrize(("example", "expected"), [(None, 52), (8, 52), (-1, -1), (0, 0)])
+def test_no_window_hides_no_key_or_is_what_the_function_calls_none(example, expected):
+    """A number of keys that hides none has one meaning; 0 and -1 do not."""
+    case = Case(op="unified_attention", num_heads=2, query_lens=(12, 1), ctx_lens=(40, 30))
+    given = {} if example is None else {"sliding_window": example}
+    call = Lab().call(case)
+    assert ByName(function=windowed, example=given).arguments(call)["sliding_window"] == expected
+    call = dataclasses.replace(call, sliding_window=16)
+    assert ByName(function=windowed, example=given).arguments(call)["sliding_window"] == 16

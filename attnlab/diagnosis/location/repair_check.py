@@ -474,14 +474,24 @@ def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
 
 
 def _may_lack_argument(repair: Repair, launches: Sequence[dict[str, Any]]) -> bool:
-    """Answer whether an edit leaves out a factor, while an argument that is always 1 is not used."""
+    """Answer whether an edit may stand for an argument with one value that the kernel does not use.
+
+    That is a stride that the edit does not use, either; or any that is always 1, if it leaves out a factor.
+    """
+    unused = {name for values in launches for name in values} - _names(repair.text)
+    one_value = {
+        name: next(iter(found))
+        for name in unused - _names(repair.edit.after)
+        if len(found := {values[name] for values in launches if name in values}) == 1
+    }
+    if any("stride" in name for name in one_value):
+        return True
     given, new = expression_of(repair.edit.before), expression_of(repair.edit.after)
     if not isinstance(given, ast.BinOp) or not isinstance(given.op, ast.Mult) or new is None:
         return False
     if ast.unparse(new) not in (ast.unparse(given.left), ast.unparse(given.right)):
         return False
-    unused = {name for values in launches for name in values} - _names(repair.text)
-    return any({values.get(name) for values in launches} == {1} for name in unused)
+    return 1 in one_value.values()
 
 
 def _factors_at(repair: Repair) -> Iterator[set[str]]:

@@ -33,12 +33,14 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
 
     All cases run with finite numbers in empty slots and in the output buffer, so that a rule predicts what
     is read there. Of a batch of decodes, only decodes must agree: an op may compute other batches in another
-    way. A rule about one of two loops must agree with all: the kernel with both loops computes all batches,
-    and one new token does not separate the loops. One of the wrong outputs must show what a rule says.
+    way. If the rule holds in a batch with several new tokens, it must hold in further ones, too. A rule about
+    one of two loops must agree with all: the kernel with both loops computes all batches, and one new token
+    does not separate the loops. One of the wrong outputs must show what a rule says.
     """
     left, shown = _explanations(lab, with_known_contents(case), rerun)
     cases, only_decodes = 0, max(case.lengths.query_lens) == 1
-    for other in further_cases(case):
+    others = list(further_cases(case))
+    for other in others:  # which grows
         if not left:
             return None
         try:
@@ -52,6 +54,7 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         if is_wrong and not (only_decodes and has_prefill and not kept):
             left, cases = kept, cases + 1
             shown |= _shown(again, kept)
+            others += further_cases(other) if only_decodes and has_prefill else ()
             only_decodes &= not has_prefill
         elif is_wrong:
             left = [one for one in left if not _is_about_loop(one)]
@@ -64,8 +67,9 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     if not left or not cases:
         return None
     kinds = {one.defect.family: one for one in reversed(left)}  # the first of each kind
-    others = tuple(one for one in kinds.values() if one.defect.family != left[0].defect.family)
-    return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes, others=others)
+    first, family = left[0], left[0].defect.family
+    more = tuple(one for one in kinds.values() if one.defect.family != family)
+    return ConfirmedRule(candidate=first, cases=cases, only_decodes=only_decodes, others=more)
 
 
 def _is_about_loop(candidate: Candidate) -> bool:

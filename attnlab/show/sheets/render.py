@@ -1,7 +1,8 @@
 """Render a Sheet as HTML: no scripts, no external resources, all text escaped.
 
-The colours are mid-tones with a contrast of at least 4 on white and on dark pages; everything else is
-inherited. If a page drops the style sheet, its own table style applies. Bars are inline SVG.
+A page states its colours as --attnlab-good, -bad, -warn and -odd; JupyterLab's themes have theirs here, with
+a contrast of at least 4.5. Elsewhere they are mid-tones, with at least 4 on white and on dark pages.
+Everything else is inherited. If a page drops the style sheet, its own table style applies. Bars are SVG.
 """
 
 import re
@@ -37,15 +38,20 @@ _MOST_FOLDED = 200  # rows
 _STYLE = """<style>
 .attnlab-sheet.attnlab-sheet { margin: .3em 0 }
 .attnlab-sheet.attnlab-sheet div { margin: .3em 0 }
-.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0; font-size: .92em }
+.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0;
+  font-size: max(.92em, 12px) }
 .attnlab-sheet.attnlab-sheet :is(th, td) { text-align: left; vertical-align: top; border: 0;
   padding: .2em .9em .2em .3em; max-width: 44em; white-space: normal; overflow-wrap: break-word }
 .attnlab-sheet.attnlab-sheet tbody th { font-weight: normal; opacity: .8; white-space: nowrap }
 .attnlab-sheet.attnlab-sheet .n { text-align: right; font-variant-numeric: tabular-nums }
 .attnlab-sheet.attnlab-sheet .c { font-family: var(--jp-code-font-family, ui-monospace, monospace);
-  font-size: .95em; overflow-wrap: anywhere }
+  font-size: max(.95em, 12px); overflow-wrap: anywhere }
 .attnlab-sheet.attnlab-sheet summary { cursor: pointer; opacity: .8 }
 .attnlab-sheet.attnlab-sheet svg { height: 12px; max-width: none }
+[data-jp-theme-light="true"] .attnlab-sheet { --attnlab-good: #1a7f37; --attnlab-bad: #cf222e;
+  --attnlab-warn: #8a5d00; --attnlab-odd: #8250df }
+[data-jp-theme-light="false"] .attnlab-sheet { --attnlab-good: #3fb950; --attnlab-bad: #ff7b72;
+  --attnlab-warn: #d29922; --attnlab-odd: #bc8cff }
 </style>"""
 
 
@@ -132,7 +138,8 @@ def _cell(cell: Cell) -> str:
         return escape(str(cell))
     attrs = ' class="c"' if cell.code else ""
     if cell.tone in _COLOUR:
-        attrs += f' style="color:{_COLOUR[cell.tone]};font-weight:600"'
+        colour = f"var(--attnlab-{cell.tone}, {_COLOUR[cell.tone]})"
+        attrs += f' style="color:{colour};font-weight:600"'
     elif cell.tone == "quiet":
         attrs += ' style="opacity:.75"'
     return f"<span{attrs}>{escape(cell.text)}</span>" if attrs else escape(cell.text)

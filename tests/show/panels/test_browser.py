@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.browser import find_chromium
+from helpers.browser import PROBLEMS, find_chromium
 from helpers.geometry import layout_faults
 from helpers.jupyter import running_lab
 
@@ -256,6 +256,7 @@ def test_the_main_parts_are_on_one_screen(browser: Browser) -> None:
         for width, height in SIZES:
             page.set_viewport_size({"width": width, "height": height})
             assert layout_faults(panel, MAIN_NAMES) == [], (theme, width)
+            assert page.evaluate(PROBLEMS, ".attnlab-panel") == [], (theme, width)
     page.set_viewport_size({"width": 1280, "height": 800})
     for word, style in BAD_STYLES.items():
         planted = page.add_style_tag(content=style)
