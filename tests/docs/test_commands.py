@@ -116,7 +116,7 @@ from pathlib import Path
 from attnlab.cli.main import main
 from attnlab.kernels.vllm import source
 
-source.fetched = lambda version: Path("vllm-0.33.0.whl").resolve()
+source.fetched = lambda version, *package: Path("vllm-0.33.0.whl").resolve()
 if __name__ == "__main__":
     sys.exit(main())
 """
