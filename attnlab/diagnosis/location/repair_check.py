@@ -82,6 +82,7 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
     {"num_splits": 0},
     {"kv_layout": "fused"},  # other strides of keys than of values
     {"kv_layout": "HND"},
+    {"op_argument": "gaps"},  # other strides of new values than of new keys
 )
 # One score of a row is above the others by 307, so that exp of their difference overflows.
 _LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": None}
