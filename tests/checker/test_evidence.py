@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from helpers.cases import hostile
+from helpers.faulty_labs import FaultyLab
 from helpers.plugins import RIGHT, checked, planted
 
 from attnlab.case.case import Case
 from attnlab.checker.case_check import check_case
-from attnlab.checker.case_run import evidence_fields, lab_of
+from attnlab.checker.case_run import Rules, evidence_fields, lab_of
 from attnlab.checker.finding import HORIZON, Finding, merged_findings
 from attnlab.checker.library import merged_by_line
 from attnlab.checker.plan import Plan, groups
@@ -320,3 +321,23 @@ def test_a_row_that_no_program_writes_reads_no_slots(tmp_path):
     assert [(one.kind, one.diagnosis) for one in found] == [
         ("rows_not_written", "rows_never_written")
     ]
+
+
+def test_a_size_that_fits_short_sequences_is_not_confirmed():
+    """Block 0 for every key is what tiles of 128 give, too, in sequences of up to 128 keys."""
+    case = hostile(
+        op="decode_attention_fwd",
+        query_lens=(1, 1),
+        ctx_lens=(50, 95),
+        block_size=48,
+        backend="model",
+    )
+    faulty = FaultyLab(
+        change=lambda case, call: {
+            "block_table": call.block_table[:, :1].expand_as(call.block_table)
+        }
+    )
+    found = diagnose(case, faulty.output(case), lab=Lab(device="cpu"), propose=False)
+    assert "page_is_tile" in [one.name for one in found.explanations]
+    left = Rules().confirmed(Lab(device="cpu"), case, found, faulty.output)
+    assert "page_is_tile" not in [one.name for one in left.explanations]

@@ -19,6 +19,13 @@ class BlockPointer:
     offsets: tuple[Any, ...]
     block: tuple[int, ...]
 
+    @property
+    def dtype(self) -> Any:
+        """Return the type of a pointer to an element."""
+        return self.base.dtype
+
+    type = dtype
+
 
 def is_needed(interpreter: Any) -> bool:
     """Answer whether Triton's interpreter has no block pointers."""
