@@ -20,6 +20,7 @@ from attnlab.show.panels.controls import tooltip_of
 pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 LONG_MS = 120_000  # a limit for slow machines; every wait ends with a state of the page
+TRIES, SHOWN_MS = 4, 30_000  # to show a panel, and for each
 
 # Patterns of JupyterLab's own console messages.
 NOISE = ()
@@ -57,6 +58,7 @@ class Browser:
     page: Any
     url: str
     messages: list[str] = field(default_factory=list)
+    upto: str = ""
 
     def open(self, notebook: str) -> None:
         """Open a notebook and wait for its kernel."""
@@ -73,12 +75,26 @@ class Browser:
 
     def run(self, upto: str = "", **parameters: object) -> None:
         """Run all cells, or those up to the one that contains ``upto``; fail if a cell raises."""
+        self.upto = upto
         text = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
         assert self.page.evaluate(RUN, [text, upto]) == []
 
     def panel(self, source: str) -> Any:
-        """Scroll to the cell whose source contains a text and return its panel."""
-        self.page.wait_for_function(SHOW_CELL, arg=source, polling=200)
+        """Scroll to the cell whose source contains a text and return its panel.
+
+        JupyterLab may lose a widget that is made before its manager is ready. Then the cells run again.
+        """
+        from playwright.sync_api import TimeoutError as NotShown
+
+        for tries in range(TRIES):
+            try:
+                self.page.wait_for_function(SHOW_CELL, arg=source, polling=200, timeout=SHOWN_MS)
+                break
+            except NotShown:
+                if tries == TRIES - 1:
+                    raise
+                self.messages.clear()
+                self.run(self.upto)
         return self.page.locator(".attnlab-panel")
 
     def unexpected(self) -> list[str]:
