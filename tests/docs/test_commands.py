@@ -1,6 +1,7 @@
 """Every command that README, docs/ and --help show runs; what is not run has a reason."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -157,6 +158,8 @@ def _before(command: str) -> list[str]:
 def test_a_command_runs(command: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code is a result, not bad input or a crash, and nothing is a traceback."""
     monkeypatch.setenv("MPLBACKEND", "agg")
+    own = str(Path(sys.executable).parent)  # where "python" is the tests' own
+    monkeypatch.setenv("PATH", os.pathsep.join((own, os.environ["PATH"])))
     rule = snippets.rule_of(command)
     with snippets.workplace() as work:
         furnish(work, command)
