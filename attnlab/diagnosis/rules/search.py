@@ -23,10 +23,6 @@ from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 
-_OUTSIDE = (
-    56  # what loads outside of all tensors get in a further run; 1.0 as a byte in float8_e4m3fn
-)
-
 
 def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     """Return the first rule that explains the output of a Case and those of further cases, or None.
@@ -101,7 +97,7 @@ def _true_of_outside(
     if not any(one.defect.family == FAMILY for one in candidates):
         return candidates
     known = with_known_contents(case)
-    with other_outside(_OUTSIDE):
+    with other_outside():
         return _confirmed(lab, known, rerun(known), candidates)[0]
 
 

@@ -359,9 +359,10 @@ _OUTSIDE: ContextVar[float] = ContextVar("outside", default=0)
 
 
 @contextmanager
-def other_outside(number: float) -> Iterator[None]:
+def other_outside(number: float = 56) -> Iterator[None]:
     """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
 
+    As a byte in float8_e4m3fn, the default is 1.0.
     A result that changes depends on memory that belongs to no tensor of the launch. Of NaN, integers get 1.
     """
     token = _OUTSIDE.set(number)
