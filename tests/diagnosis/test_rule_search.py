@@ -10,6 +10,7 @@ from helpers.cases import hostile
 from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
+from attnlab.case.errors import KernelFailed
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import further_cases
@@ -386,3 +387,14 @@ def test_a_rule_of_decodes_that_holds_with_several_new_tokens_must_hold_with_man
     monkeypatch.setattr(search, "_confirmed", confirmed)
     assert find_rule(Lab(device="cpu"), case, lambda other: None) is None
     assert min(lens) == 1 < max(lens)
+
+
+def test_without_a_run_with_other_numbers_outside_nothing_is_said_about_addresses():
+    def refused(case: Case) -> torch.Tensor:
+        raise KernelFailed("no run")
+
+    case = hostile(op="context_attention_fwd", query_lens=(1, 1), ctx_lens=(129, 1))
+    rules = [
+        SimpleNamespace(defect=SimpleNamespace(family=name)) for name in ("addresses", "loops")
+    ]
+    assert search._true_of_outside(Lab(device="cpu"), case, rules, refused) == rules[1:]
