@@ -302,7 +302,8 @@ def excerpt(file: str, line: int) -> Excerpt | None:
 Square: TypeAlias = tuple[
     str, str, str
 ]  # CSS class or "", title, "row,head" of a cell that can be picked
-_STRANGE = (*EMPTY, *FOREIGN)  # a kernel may load such a slot and mask it; it must not use it
+# A kernel may load slots that are none of its sequence's and mask them; it must not use them.
+_STRANGE = {one: "wrong" for one in FOREIGN} | {one: "off" for one in EMPTY}
 
 
 def pictures_of(result: "Result") -> tuple[Picture, ...]:
@@ -456,15 +457,22 @@ def slot_picture(found: SlotMap) -> Picture:
     for block in (used[i] for i in kept):
         seqs = ", ".join(map(str, sorted({int(seq) for seq in owners[block] if seq >= 0})))
         labels.append(f"block {block} of sequence {seqs}" if seqs else f"block {block}, empty")
-        cells.append([_slot_cell(found, strange, block, i) for i in range(strange.shape[1])])
+        cells.append([_slot_cell(found, block, i) for i in range(strange.shape[1])])
     count = int(strange.sum())
     what = (
-        f"{count} slots were read that hold no token of the sequence they were read for"
+        f"{count} slots were read that hold no token of the sequence they were read for; a mask must hide "
+        "them"
         if count
         else "every slot that was read holds a token of the sequence it was read for"
     )
-    names = {"wrong": "read, and not a token of the reader", "read": "read", "right": "not read"}
-    legend = _legend({**names, "idle": "empty"}, cells)
+    names = {
+        "wrong": "read, another token than the reader's",
+        "off": "read, and empty",
+        "read": "read",
+        "right": "not read",
+        "idle": "empty",
+    }
+    legend = _legend(names, cells)
     title = f"{what}{_left_out(len(kept), len(used), 'blocks')}"
     svg = _grid(labels, cells, _numbered("slot", found.is_read.shape[1]))
     return Picture(title=title, svg=svg, legend=legend)
@@ -475,7 +483,7 @@ def _is_used(found: SlotMap, block: int) -> bool:
     return bool(found.is_read[block].any() or (found.provenance.seq[block] >= 0).any())
 
 
-def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> Square:
+def _slot_cell(found: SlotMap, block: int, slot: int) -> Square:
     """Return the square of a slot."""
     seq, pos = (int(one[block, slot]) for one in (found.provenance.seq, found.provenance.pos))
     owner = f"token {pos} of sequence {seq}" if seq >= 0 else "empty"
@@ -484,7 +492,7 @@ def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> 
         return ("right" if seq >= 0 else "idle"), f"{place}, not read", ""
     state = STATES[int(found.states[block, slot])]
     text = f"{place}, read for sequence {int(found.reader_seq[block, slot])}: {state}"
-    return ("wrong" if bool(strange[block, slot]) else "read"), text, ""
+    return _STRANGE.get(state, "read"), text, ""
 
 
 def _legend(

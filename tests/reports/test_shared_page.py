@@ -57,7 +57,7 @@ def test_the_picture_marks_the_wrong_cells_alone() -> None:
 
 
 def test_a_slot_of_another_sequence_is_marked() -> None:
-    """A right map has no mark; a planted read of another sequence's slot has one."""
+    """A right map has no mark; a planted read of another sequence has one, of an empty slot another."""
     found = attnlab.run(CASE).slot_map()
     right = slot_picture(found)
     assert '<g class="wrong">' not in right.svg
@@ -65,6 +65,9 @@ def test_a_slot_of_another_sequence_is_marked() -> None:
     block, slot = torch.nonzero(found.is_read)[0].tolist()
     found.states[block, slot] = SlotState.OTHER_SEQUENCE.code
     assert slot_picture(found).svg.count('<g class="wrong">') == 1
+    found.states[block, slot] = SlotState.UNWRITTEN_TAIL.code
+    assert slot_picture(found).svg.count('<g class="off">') == 1
+    assert '<g class="wrong">' not in slot_picture(found).svg
 
 
 @pytest.mark.parametrize(
