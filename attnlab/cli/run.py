@@ -218,12 +218,13 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "example empty_slots=garbage; repeatable",
         action="append",
     )
+    command.add_kernel_flag(group, has_call=False)
     command.add_map_flag(group)
     command.add_flags(parser)
 
 
 def _run_case(args: argparse.Namespace) -> int:
-    case = command.case_with_source(args)
+    case = command.case_with_runner(args)
     if args.save_call is not None:
         _check_save_call(args, case)
     if args.platforms is not None and not args.stages:
