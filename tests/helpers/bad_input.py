@@ -40,6 +40,7 @@ OWN_FLAGS = [
                 "unified_attention",
                 "--op-argument",
                 "int8_per_token_head",
+                *("--backend", "vllm"),
                 "--save-call",
                 "x",
             ],
