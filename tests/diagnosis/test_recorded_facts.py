@@ -213,7 +213,7 @@ def diagnosed(case: Case) -> Diagnosis:
 def test_a_read_outside_is_the_finding_and_values_are_not_described(tmp_path):
     found = diagnosed(planted(tmp_path, BEFORE))
     assert found.outside_rows == (0, 1)
-    assert (found.status, found.bad_lines) == ("described", (f"kernel.py:{LINE}",))
+    assert (found.status, found.bad_lines) == ("described", (f"kernel.py:{LINE_OUTSIDE}",))
     assert (found.explanations, found.weights, found.claim, found.xray) == ([], None, None, None)
     assert {fact.kind for fact in found.pattern.facts} <= {"sequences", "rows", "heads"}
     (text,) = found.outside

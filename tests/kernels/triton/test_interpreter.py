@@ -399,8 +399,9 @@ SHAPES = ((), (1,), (4,), (1, 4), (2, 1), (2, 4))
 def types_of() -> Any:
     """Return Triton's interpreter."""
     load_triton(interpret=True)
+    from triton.runtime import interpreter
 
-    return types_of
+    return interpreter
 
 
 def tensor(types_of: Any, shape: tuple[int, ...], dtype: Any, first: int = 0) -> Any:
