@@ -10,8 +10,8 @@ The parts, in this order; ``--part`` chooses some:
 - masks: random Cases of unified_attention with each mask.
 
 The Cases are those of the tests under the interpreter, with few sizes, so that few kernels are compiled. Each
-is checked as `attnlab check` does it, which has Cases with masks and op arguments of its own. --device cpu runs
-the same Cases under the interpreter. With --store FOLDER, the same command continues after an interruption.
+is checked as `attnlab check` does it, which has Cases with masks and op arguments of its own. --device cpu
+runs the same Cases under the interpreter. With --store FOLDER, the same command continues if it was stopped.
 """
 
 import argparse
