@@ -14,7 +14,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.ops import OPS
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Shown, json_fields
 from attnlab.checker.case_check import CheckJob
 from attnlab.checker.case_run import versions
 from attnlab.checker.finding import KINDS, Finding
@@ -535,14 +535,7 @@ class ReleaseTable(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON-able values."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            **fields,
-            "states": STATES,
-            "faults": [fault.to_dict() for fault in self.faults],
-            "not_run": [dataclasses.asdict(entry) for entry in self.not_run],
-            "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
-        }
+        return {**json_fields(self), "states": STATES}
 
 
 # Build the table of releases from the outcomes of the tasks.

@@ -9,7 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
-from attnlab.case.shown import Shown, json_number, json_value
+from attnlab.case.shown import Shown, json_value
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import Decision, decide
 from attnlab.contracts.slot_states import (
@@ -239,11 +239,6 @@ class SideError:
             f"{names[self.quantity]} of {where} is {self.value:.6g}, not {self.expected:.6g} "
             f"({self.rows} wrong {'row' if self.rows == 1 else 'rows'})"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "value": json_number(self.value), "expected": json_number(self.expected)}
 
 
 def side_errors(
@@ -496,7 +491,7 @@ class Result(Shown):
             "error": self.error,
             **numbers,
             "side_outputs": list(self.side_outputs),
-            "side_errors": [error.to_dict() for error in self.side_errors],
+            "side_errors": self.side_errors,
             "beyond_rounding": self.beyond_rounding,
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),

@@ -27,8 +27,7 @@ from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import run_again
 from attnlab.horizon.deployment import PRESETS
-from attnlab.horizon.solve import KernelHorizon
-from attnlab.horizon.survey import Survey
+from attnlab.horizon.survey import KernelHorizon, Survey
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.run import stage_table
