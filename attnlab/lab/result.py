@@ -24,7 +24,7 @@ from attnlab.contracts.slot_states import (
 )
 from attnlab.contracts.violations import Violations
 from attnlab.kernels.rocm.findings import Findings, Unwritten
-from attnlab.lab.error_map import ErrorMap, Place
+from attnlab.lab.error_map import ErrorMap, Place, as_slice
 from attnlab.lab.reference import stored_tokens
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
@@ -272,7 +272,7 @@ def lse_error(
     wrong = error > bound
     ran = torch.zeros_like(wrong)
     rows, heads = case.query_rows, case.query_heads
-    ran[_slice(rows), _slice(heads)] = True
+    ran[as_slice(rows), as_slice(heads)] = True
     return _error(LSE, "lse", wrong & ran, lse, expected)
 
 
@@ -324,10 +324,6 @@ def lse_bound(case: Case, batch: Batch, call: KernelCall, expected: torch.Tensor
         )
         bound[here] = error + (len(key) + 8) * 2.0**-23 + 3 * 2.0**-24 * expected[here].abs()
     return bound
-
-
-def _slice(span: range | None) -> slice:
-    return slice(None) if span is None else slice(span.start, span.stop)
 
 
 def _error(
