@@ -414,7 +414,7 @@ def test_a_folder_in_the_way_of_a_report_is_one_line(names, name):
 
 
 def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "papermill", None)
     with pytest.raises(Unavailable, match=r"pip install 'attnlab\[lab\]'"):
         investigate([], parameters={}, reports=names / "r", timeout_s=9)
 
