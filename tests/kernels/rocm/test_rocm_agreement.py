@@ -12,7 +12,6 @@ import torch
 from helpers.bounds import bound
 from helpers.cases import call_of, decode_rows, hostile, same_bits
 from helpers.examples import examples
-from helpers.rocm import real
 from helpers.sources import sdist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,12 +22,20 @@ from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels import model
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.device import DeviceOptions
+from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.call import KernelCall
+
+
+def real(case: Case, source: Source, how: DeviceOptions = PLAIN) -> KernelCall:
+    """Return the call after csrc/rocm's kernel ran."""
+    call, _ = call_of(case)
+    rocm_source.run(call, Target.of(case), source, how)
+    return call
+
 
 # Compiled kernels, a second each: every GQA ratio, the other fields in turn.
 # (num_queries_per_kv, head_size, block_size, dtype, FP8, alibi, platform)
