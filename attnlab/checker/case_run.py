@@ -343,6 +343,7 @@ def observations(case: Case, memory: MemoryReport | None) -> Iterable[Finding]:
 # which the name that an output alone suggests does not ensure.
 
 MOST_SEARCHES = 4  # for rules, while one finding is shrunk
+_UNNAMED = ("described", "unexplained")  # diagnoses without a defect or a rule
 _MOST_REFUSALS = 2  # cases of one finding in which a name is tried and not confirmed
 _XRAY_S = 3.0  # time for the search for a description
 _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
@@ -351,15 +352,15 @@ _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
 class Rules:
     """What was found out about the cases of one finding; ``confirmed`` and ``label`` mutate it.
 
-    ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays;
-    ``searches``: how often something new was looked for. ``names``: defects that further cases confirmed;
-    ``refused``: how often they did not.
+    ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays.
+    ``names``: defects that further cases confirmed;
+    ``refused``: how often they did not. ``searches``: how often something new may be looked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, searches: int = MOST_SEARCHES) -> None:
         self.found: list[tuple[Defect, str]] = []
         self.weights: list[Description] = []
-        self.searches = 0
+        self.searches = searches
         self.names = set[str]()
         self.refused = Counter[str]()
 
@@ -398,9 +399,9 @@ class Rules:
         for described in self.weights:
             if follows_from(described, lab, case, output, found):
                 return described.text
-        if self.searches >= MOST_SEARCHES:
+        if not self.searches:
             return ""
-        self.searches += 1
+        self.searches -= 1
         return self._new_rule(lab, case, rerun) or self._new_weights(lab, case)
 
     def _new_rule(self, lab: Lab, case: Case, rerun: Callable[[Case], torch.Tensor]) -> str:
@@ -426,9 +427,12 @@ _REMEMBERED: ContextVar[Rules | None] = ContextVar("remembered", default=None)
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
-    """Within, try on each case first what explained the cases before; all must be of one op and backend."""
-    token = _REMEMBERED.set(Rules())
+def remembering(finding: Finding) -> Iterator[None]:
+    """Within, try on each case first what explained the cases before; all must be smaller ones of a finding.
+
+    If nothing explains the finding itself, nothing is looked for: a case that a rule explains shows another.
+    """
+    token = _REMEMBERED.set(Rules(0 if finding.diagnosis in _UNNAMED else MOST_SEARCHES))
     try:
         yield
     finally:
