@@ -21,11 +21,10 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import refuse
 from attnlab.case.ops import OPS
 from attnlab.case.shown import Shown
-from attnlab.kernels.backend import Backend
-from attnlab.kernels.plugin import PluginBackend
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the flags of a check are refused without torch
     from attnlab.diagnosis.claims import KernelLine
+    from attnlab.kernels.backend import Backend
 
 HORIZON, BEYOND = "int32_horizon", "int32_beyond"
 KINDS = {
@@ -390,7 +389,7 @@ class Location:
         return f"{self.file}:{self.line}"
 
 
-def op_locations(backend: Backend) -> dict[str, Location]:
+def op_locations(backend: "Backend") -> dict[str, Location]:
     """Return where each op of a backend is defined; an op without a file, such as a model, is left out."""
     found = {}
     for op in backend.ops:
@@ -414,7 +413,7 @@ def location_of(op: str, evidence: str, ops: dict[str, Location]) -> Location | 
     return Location(file=str(file), line=int(match[2]))
 
 
-def _located(backend: Backend, op: str) -> tuple[Path, str, str] | None:
+def _located(backend: "Backend", op: str) -> tuple[Path, str, str] | None:
     """Return the file of an op, its name in reports, and the name of the function."""
     if (source := backend.op_source) is not None:
         try:
@@ -422,6 +421,8 @@ def _located(backend: Backend, op: str) -> tuple[Path, str, str] | None:
         except AttnLabError:  # the release does not have the op
             return None
         return path, path.relative_to(source.root).as_posix(), OPS[op].function
+    from attnlab.kernels.plugin import PluginBackend
+
     if isinstance(backend, PluginBackend) and backend.file is not None:
         path = Path(backend.file)
         return path, Path(os.path.relpath(path)).as_posix(), backend.kernel.__name__

@@ -134,7 +134,7 @@ def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode_error(args: argparse.Namespace) -> int:
-    from attnlab.lab.decode_error import ErrorText
+    from attnlab.lab.error_text import ErrorText  # imports no torch
 
     command.check_share_flags(args)
     found = ErrorText.read(read_text(args.file))
