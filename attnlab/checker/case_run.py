@@ -20,6 +20,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import (
     AttnLabError,
     DeviceLost,
+    InvalidCase,
     KernelFailed,
     KernelRejected,
     OutOfMemory,
@@ -167,7 +168,7 @@ def source_digest(backend: Backend) -> str:
         return _digest(backend.source.root, source_files(backend.source.root))
     if isinstance(backend, PluginBackend) and backend.file is not None:
         file = Path(backend.file)
-        return _digest(file.parent, _with_imports(file))
+        return _digest(file.parent, with_imports(file))
     return ""
 
 
@@ -194,19 +195,38 @@ def _digest(root: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _with_imports(file: Path) -> set[Path]:
-    """Return a file and the files of its folder that it imports, directly or not."""
+def with_imports(file: Path, folders: Mapping[str, Path] | None = None) -> set[Path]:
+    """Return a file and the files that it imports, directly or not: of its folder, and of ``folders``.
+
+    ``folders``: by the name of the package. Raises InvalidCase for a file that is no Python.
+    """
     found, new = set[Path](), {file}
     while new:
         path = new.pop()
         found.add(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module] if node.module else [alias.name for alias in node.names]
-            paths = {file.parent / f"{name.split('.')[0]}.py" for name in names}
-            new |= {path for path in paths if path.is_file()} - found
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError as error:
+            raise InvalidCase(f"{path} is no Python: {error.msg}", field="source") from error
+        places = {**(folders or {}), "": path.parent}
+        for name in (name for node in ast.walk(tree) for name in _imported(node)):
+            package, _, leaf = name.rpartition(".")
+            candidate = places[package] / f"{leaf}.py" if package in places else None
+            if candidate is not None and candidate.is_file() and candidate not in found:
+                new.add(candidate)
     return found
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the modules that an import statement may import; a relative one without its package."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = "" if node.level else node.module or ""
+    if node.level:  # "from .name import x" and "from . import name"
+        return [node.module] if node.module else [alias.name for alias in node.names]
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
 # Forms: how many cases of an op ran which kernels, such as unified_attention in one part or in several.
