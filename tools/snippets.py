@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -345,8 +346,14 @@ def check_sh(snippet: Snippet) -> None:
             make_parser().parse_args(words[1:])
 
 
-def run_page(page: Path, allowed: set[str]) -> list[tuple[Snippet, list[tuple[str, str, bool]]]]:
-    """Run the snippets of a page whose notes are ``allowed``; return the results of its commands."""
+Results: TypeAlias = list[tuple[Snippet, list[tuple[str, str, bool]]]]
+
+
+def run_page(page: Path, allowed: set[str], *, is_first: bool = False) -> Results:
+    """Run the snippets of a page whose notes are ``allowed``; return the results of its commands.
+
+    ``is_first``: end after the first ``console`` block.
+    """
     names: dict[str, object] = {"__name__": "__main__"}
     results = []
     with workplace():
@@ -360,11 +367,18 @@ def run_page(page: Path, allowed: set[str]) -> list[tuple[Snippet, list[tuple[st
                 check_sh(snippet)
             else:
                 results.append((snippet, run_console(snippet)))
+                if is_first:
+                    break
     return results
 
 
-def write_outputs(page: Path, results: list[tuple[Snippet, list[tuple[str, str, bool]]]]) -> None:
-    """Write what the commands of a page print into the page.
+def with_first_example(page: Path) -> str:
+    """Return the text of a page with what the commands of its first example print now."""
+    return with_outputs(page, run_page(page, {"slow", "releases"}, is_first=True))
+
+
+def with_outputs(page: Path, results: Results) -> str:
+    """Return the text of a page with what its commands print, where the page states something else.
 
     Of a command whose last stated line is ``...``, as many lines are written as the page has.
     """
@@ -385,7 +399,7 @@ def write_outputs(page: Path, results: list[tuple[Snippet, list[tuple[str, str, 
         text = text.replace(
             f"```console\n{snippet.text}```", "```console\n" + "".join(parts) + "```"
         )
-    page.write_text(text, encoding="utf-8")
+    return text
 
 
 def main() -> int:
@@ -400,7 +414,7 @@ def main() -> int:
             failed = True
             continue
         if "--write" in sys.argv:
-            write_outputs(page, results)
+            page.write_text(with_outputs(page, results), encoding="utf-8")
             continue
         for snippet, ran in results:
             for command, printed, same in ran:

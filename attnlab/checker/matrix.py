@@ -23,6 +23,7 @@ from attnlab.lab.result import Result
 from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Job, Outcome, Task
 
+_MOST_COLUMNS = 6  # of a grid of outcomes
 KEEP = 8  # products of each kind: as many as there are batches in vLLM's matrix
 NOT_RUN = "not run"
 STATUSES = ("match", "mismatch", "rejected", NOT_RUN)
@@ -129,6 +130,24 @@ class MatrixTable(Shown):
             return 1
         return 3 if NOT_RUN in self.counts else 0
 
+    def grids(self) -> "Iterator[tuple[str, list[str], dict[str, dict[str, MatrixRow]]]]":
+        """Yield each test, the names of its columns, and its outcomes by row and column.
+
+        The parameters that differ name rows and columns: the last ones the columns.
+        """
+        for test in dict.fromkeys(row.id.partition("[")[0] for row in self.rows):
+            rows = [row for row in self.rows if row.id.startswith(f"{test}[")]
+            words = [row.id.partition("[")[2].rstrip("]").split("-") for row in rows]
+            count = min(map(len, words))
+            last = [at for at in range(count) if len({one[at] for one in words}) > 1]
+            first: list[int] = []
+            while len({_named(one, last) for one in words}) > _MOST_COLUMNS:
+                first.append(last.pop(0))
+            cells: dict[str, dict[str, MatrixRow]] = {}
+            for row, one in zip(rows, words, strict=True):
+                cells.setdefault(_named(one, first), {})[_named(one, last)] = row
+            yield test, list(dict.fromkeys(_named(one, last) for one in words)), cells
+
     def to_dict(self) -> dict[str, Any]:
         """Return the table as strict JSON."""
         return {
@@ -157,6 +176,11 @@ class MatrixTable(Shown):
                     ET.SubElement(case, tag, message=outcome_text(row))
         ET.indent(root)
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
+
+
+def _named(words: Sequence[str], places: Sequence[int]) -> str:
+    """Return the parameters of an id at some places."""
+    return " ".join(words[at] for at in places) or "all"
 
 
 def outcome_text(row: MatrixRow) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
-from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.errors import AttnLabError, InvalidCase, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.flags import flag
 from attnlab.case.ops import RELEASES
@@ -324,9 +324,12 @@ def _page_facts(args: argparse.Namespace, report: "Report") -> dict[str, Any]:
     lab.use(backend)
     try:
         run = trace_run(lab, case)
-        script = script_of(run.result.recorded_call, Target.of(case), backend, found[0].title)
     except AttnLabError:
         return {}
+    try:
+        script = script_of(run.result.recorded_call, Target.of(case), backend, found[0].title)
+    except Unsupported as error:
+        script = "", str(error)
     line = next(((one.file, one.line) for one in found[0].lines), None)
     return {"run": run, "script": script, "line": line}
 

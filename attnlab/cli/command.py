@@ -353,14 +353,15 @@ def with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
     return case.replace(platform=platform), "machine"
 
 
-def add_kernel_flag(group: Any) -> None:
-    """Add --kernel to a command that has --call, too."""
-    group.add_argument(
-        "--kernel",
-        metavar="NAME",
-        help="your kernel, FILE.py:FUNCTION or MODULE:FUNCTION; the same as --backend; of a call also "
-        "origin: the installed op that the call names, whose module is imported",
+def add_kernel_flag(group: Any, *, has_call: bool = True) -> None:
+    """Add --kernel; ``has_call``: to a command that has --call, too."""
+    of_call = (
+        "; of a call also origin: the installed op that the call names, whose module is imported"
+        if has_call
+        else ""
     )
+    text = "your kernel, FILE.py:FUNCTION or MODULE:FUNCTION; the same as --backend"
+    group.add_argument("--kernel", metavar="NAME", help=text + of_call)
 
 
 def add_library(group: Any, text: str = "the library (default: %(default)s)") -> None:
@@ -432,11 +433,11 @@ def take_foreign_op(args: argparse.Namespace) -> None:
 
 
 def case_with_runner(args: argparse.Namespace) -> Case:
-    """Return the Case of the flags of a command with --call and --kernel; --source alone runs a call."""
+    """Return the Case of the flags of a command with --kernel; --source alone runs a call."""
     if args.kernel is not None:
         if args.field_backend is not None:
             raise InvalidCase("kernel and backend must not both be given", field="kernel")
-        is_origin = args.call is not None and args.kernel == "origin"
+        is_origin = getattr(args, "call", None) is not None and args.kernel == "origin"
         args.field_backend = None if is_origin else args.kernel
     return case_with_source(args)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.output_file import check_input_path
 from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
@@ -148,7 +148,10 @@ def _script(one: _Diagnosed, case: Case, given: Sequence[str]) -> tuple[str, str
     """Return the smallest script of a wrong output, and why there is none, or ""."""
     if not one.found.is_wrong:
         return "", ""
-    return smallest_script(one.call(), one.backend, case, tuple(given))
+    try:
+        return smallest_script(one.call(), one.backend, case, tuple(given))
+    except Unsupported as error:
+        return "", str(error)
 
 
 def _add_page_flags(parser: argparse.ArgumentParser) -> None:

@@ -123,7 +123,12 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.junit is not None:
         write_text(args.junit, table.junit())
-    command.share(args, table)
+    pictures: tuple[Any, ...] = ()
+    if args.html is not None:
+        from attnlab.reports.shared_page import matrix_pictures
+
+        pictures = matrix_pictures(table)
+    command.share(args, table, pictures=pictures)
     put(table, args.json)
     return code or table.exit_code
 

@@ -11,7 +11,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.fields import Number, suggestion
+from attnlab.case.fields import Number, refuse, suggestion
 from attnlab.case.flags import (
     add_case_flags,
     case_of,
@@ -20,6 +20,7 @@ from attnlab.case.flags import (
     notebook_parameters,
     read_text,
 )
+from attnlab.case.op_arguments import NONE
 from attnlab.case.output_file import check_output_file
 from attnlab.cli import command
 from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, put, show
@@ -146,7 +147,12 @@ def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.decode_error import decode
 
     decoded = decode(found, case, platform_by=platform_by)
-    command.share(args, decoded)
+    pictures: tuple[Any, ...] = ()
+    if args.html is not None:
+        from attnlab.reports.shared_page import text_pictures
+
+        pictures = text_pictures(decoded, case)
+    command.share(args, decoded, pictures=pictures)
     put(decoded, args.json, args.assumed)
     return 0
 
@@ -212,14 +218,15 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "example empty_slots=garbage; repeatable",
         action="append",
     )
+    command.add_kernel_flag(group, has_call=False)
     command.add_map_flag(group)
     command.add_flags(parser)
 
 
 def _run_case(args: argparse.Namespace) -> int:
-    case = command.case_with_source(args)
-    if args.stages and args.save_call is not None:
-        raise InvalidCase("save-call must not be given with stages", field="save-call")
+    case = command.case_with_runner(args)
+    if args.save_call is not None:
+        _check_save_call(args, case)
     if args.platforms is not None and not args.stages:
         raise InvalidCase("platforms must be given with --stages", field="platforms")
     if args.seconds is not None and args.stages:
@@ -232,8 +239,6 @@ def _run_case(args: argparse.Namespace) -> int:
         field_type("platform").check("platforms", platform)
     if args.seconds is not None:
         args.seconds = Number().check("seconds", Number().parse("seconds", args.seconds))
-    if args.save_call is not None:
-        check_output_file(args.save_call, "save-call")  # before minutes are spent
     case = _reduced(args, case)
     check_memory(case)
     if args.stages:
@@ -242,6 +247,15 @@ def _run_case(args: argparse.Namespace) -> int:
         return run_limited(_run_run_case, args, case, args.seconds)
     with progress("running") as on_step:
         return _run_run_case(args, case, on_step)
+
+
+def _check_save_call(args: argparse.Namespace, case: Case) -> None:
+    """Raise InvalidCase if the call of a Case cannot be saved, before minutes are spent."""
+    if args.stages:
+        raise InvalidCase("save-call must not be given with stages", field="save-call")
+    if case.op_argument != NONE:
+        refuse("save-call", f"given without op_argument {case.op_argument}", str(args.save_call))
+    check_output_file(args.save_call, "save-call")
 
 
 def _reduced(args: argparse.Namespace, case: Case) -> Case:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import Unsupported
 from attnlab.case.lengths import Lengths
+from attnlab.case.op_arguments import NONE
 from attnlab.case.shown import Shown, json_value
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import Decision, decide
@@ -420,7 +422,12 @@ class Result(Shown):
 
     @property
     def recorded_call(self) -> KernelCall:
-        """Return the call as a recording has it: with its output, what that held before, and a rejection."""
+        """Return the call as a recording has it: with its output, what that held before, and a rejection.
+
+        Raises Unsupported for a Case with an op argument, which a KernelCall does not hold.
+        """
+        if self.case.op_argument != NONE:
+            raise Unsupported(f"a recorded call has no op argument {self.case.op_argument}")
         before = make_output(self.case, self.output.device)
         return dataclasses.replace(self.call, before=before, rejection=self.error or "")
 

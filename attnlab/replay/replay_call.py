@@ -218,33 +218,40 @@ class Replays(Document, Shown):
         125 if it cannot run the call, or if the op states itself that it does not accept it, unless a
         rejection was recorded.
         """
-        if len(self.replays) == 1:
-            (one,) = self.replays
-            limit = one.status == REJECTED and not one.failed and self.recorded != REJECTED
-            if one.status == CANNOT_RUN or limit:
-                return SKIP
+        if len(self.replays) == 1 and self._says_nothing(self.replays[0]):
+            return SKIP
         statuses = {one.status for one in self.replays}
         if statuses & {MISMATCH, REJECTED, UNSTABLE}:
             return 1
         return 3 if CANNOT_RUN in statuses else 0
 
+    def _says_nothing(self, one: Replay) -> bool:
+        """Answer whether a replay did not run, or the op states itself that it does not accept the call."""
+        is_limit = one.status == REJECTED and not one.failed and self.recorded != REJECTED
+        return one.status == CANNOT_RUN or is_limit
+
     @property
     def first_bad(self) -> Replay | None:
-        """Return the first replay that mismatches, is rejected or is not deterministic, or None."""
-        bad = (MISMATCH, REJECTED, UNSTABLE)
-        return next((one for one in self.replays if one.status in bad), None)
+        """Return the first replay that mismatches, fails or is not deterministic, or None.
+
+        A release whose op does not have the call, or does not accept it, is none.
+        """
+        bad = (one for one in self.replays if one.status != MATCH and not self._says_nothing(one))
+        return next(bad, None)
 
     def first_bad_sentence(self) -> str:
         """Return the first bad release and the one before it, of releases in their order."""
         bad = self.first_bad
         if bad is None:
-            return "no release is bad"
+            silent = sum(map(self._says_nothing, self.replays))
+            return "no release is bad" + (f"; {silent} do not run the call" if silent else "")
         earlier = self.replays[: list(self.replays).index(bad)]
-        before = (
-            f"before it, {earlier[-1].target}: {earlier[-1].status}"
-            if earlier
-            else "none ran before it"
-        )
+        if not earlier:
+            before = "none ran before it"
+        elif self._says_nothing(earlier[-1]):
+            before = f"{earlier[-1].target} before it does not run the call"
+        else:
+            before = f"before it, {earlier[-1].target}: {earlier[-1].status}"
         return f"first bad release: {bad.target} ({bad.status}); {before}"
 
     def sentence(self) -> str:

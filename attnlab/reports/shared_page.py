@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
+from attnlab.case.stages import STAGES
 from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
 from attnlab.diagnosis.captured import problem_of
 from attnlab.diagnosis.cells import locate
+from attnlab.lab.decode_error import DecodedError
 from attnlab.reports.close_up import TracedRun, close_up, weights_only
 from attnlab.reports.pages import render_page
 from attnlab.show.notebook import versions
@@ -32,13 +35,16 @@ from attnlab.tensors.quantised import in_numbers
 from attnlab.weights.xray import XRay
 
 if TYPE_CHECKING:
+    from attnlab.checker.matrix import MatrixTable
     from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
+    from attnlab.lab.decode_error import ErrorAnswer
     from attnlab.lab.result import Result
 
 _CONTEXT = 4  # lines of the source before and after the faulty one
 _MOST_LINES = 25  # of a comment
 _MOST_EVIDENCE = 8  # sentences of a comment
+_MOST_CASES = 3  # commands of a comment
 _EXCLUDED = {
     "excluded by value": "{} would give other numbers at the wrong places",
     "excluded by place": "{} would make other rows wrong",
@@ -89,13 +95,15 @@ class SharedPage:
       how that is known.
     - ``source``: the faulty line; ``pictures``: the first is the most important.
     - ``sheet``: the noun as HTML; ``script``: the smallest reproduction, and why there is none, or "".
-    - ``command``: runs it again; ``notes``: what people add: since, fix, owner, status.
+    - ``command``: runs it again; ``cases``: (a finding, the command of its smallest Case) of a check.
+    - ``notes``: what people add: since, fix, owner, status.
     - ``close_up``: what the page shows of a token and a head that is picked, or None.
     """
 
     kind: str
     cause: str
     command: str
+    cases: tuple[tuple[str, str], ...] = ()
     evidence: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -125,7 +133,8 @@ class SharedPage:
             code = source.lines[source.line - source.first].strip()
             head += [f"`{Path(source.file).name}`, line {source.line}: `{code}`", ""]
         known = ", ".join(f"{name} {value}" for name, value in versions().items())
-        tail = ["", "```sh", self.command, "```", "", f"{known}"]
+        cases = [command for _, command in self.cases[:_MOST_CASES]]
+        tail = ["", "```sh", *cases, self.command, "```", "", f"{known}"]
         if self.notes:
             head += [_cut("; ".join(f"{name}: {text}" for name, text in self.notes.items())), ""]
         room = min(_MOST_EVIDENCE, _MOST_LINES - len(head) - len(tail))
@@ -194,6 +203,8 @@ def page_of(
         cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
     if sheet.kind == "Report":
         cause, evidence = _of_report(noun, head, lines)  # type: ignore[arg-type]
+        if found := noun.unexpected:  # type: ignore[attr-defined]
+            common |= {"rows": (), "cases": tuple((one.title, one.command) for one in found)}
     source = None if line is None else excerpt(*line)
     return SharedPage(
         cause=cause,
@@ -210,7 +221,8 @@ def _of_report(report: "Report", head: str, lines: list[str]) -> tuple[str, list
     if not found:
         return head, lines
     evidence = [
-        f"{one.op}: {one.title}. {one.evidence}; in {one.seen_in(report.ops[one.op])}"
+        f"{one.op}: {one.title}{'' if one.evidence in one.title else f'. {one.evidence}'}; in "
+        f"{one.seen_in(report.ops[one.op])}"
         for one in found
     ]
     if len(found) > 1:
@@ -289,8 +301,9 @@ def excerpt(file: str, line: int) -> Excerpt | None:
 
 Square: TypeAlias = tuple[
     str, str, str
-]  # CSS class, title, "row,head" of a cell that can be picked
-_STRANGE = (*EMPTY, *FOREIGN)  # a kernel may load such a slot and mask it; it must not use it
+]  # CSS class or "", title, "row,head" of a cell that can be picked
+# A kernel may load slots that are none of its sequence's and mask them; it must not use them.
+_STRANGE = {one: "wrong" for one in FOREIGN} | {one: "off" for one in EMPTY}
 
 
 def pictures_of(result: "Result") -> tuple[Picture, ...]:
@@ -345,7 +358,91 @@ def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -
         f"{_left_out(len(rows), wrong.shape[0], 'rows')}"
     )
     names = {"wrong": "wrong beyond rounding", "right": "right", "idle": "did not run"}
-    return Picture(title=title, svg=_grid(labels, cells, "head"), legend=_legend(names, cells))
+    svg = _grid(labels, cells, _numbered("head", len(heads)))
+    return Picture(title=title, svg=svg, legend=_legend(names, cells))
+
+
+def text_pictures(found: "DecodedError | ErrorAnswer", case: Case) -> tuple[Picture, ...]:
+    """Draw what the text of a failed test names; none for a failed ``torch.allclose``."""
+    if isinstance(found, DecodedError):
+        return (_place_picture(found, case),)
+    if found.offset is not None:
+        return (_cache_picture(found),)
+    return (_dtype_picture(found),) if found.rejected else ()
+
+
+_OF_TEXT = {"wrong": "what the text names", "idle": "the text says nothing of it"}
+
+
+def _place_picture(found: "DecodedError", case: Case) -> Picture:
+    """Draw a row and a head of the output, among those of the row's sequence."""
+    tokens = _shown([one == found.token for one in range(found.query_len)], _MOST_ROWS)
+    first = max(0, min(found.head - _MOST_COLUMNS // 2, case.num_heads - _MOST_COLUMNS))
+    heads = range(first, min(first + _MOST_COLUMNS, case.num_heads))
+    place = (found.token, found.head)
+    cells = [
+        [_square((token, head) == place, f"token {token}, head {head}") for head in heads]
+        for token in tokens
+    ]
+    title = f"row {found.row} is token {found.token} of sequence {found.seq}; head {found.head}"
+    title += _left_out(len(tokens), found.query_len, "rows of the sequence")
+    labels = [f"sequence {found.seq}, token {token}" for token in tokens]
+    svg = _grid(labels, cells, _numbered("head", len(heads), first))
+    return Picture(title=title, svg=svg, legend=_legend(_OF_TEXT, cells))
+
+
+def _cache_picture(found: "ErrorAnswer") -> Picture:
+    """Draw a slot among those of its block."""
+    size = found.case.block_size
+    label = f"block {found.block}"
+    if found.position is not None:
+        label = f"block_table[{found.seq}][{found.position // size}]"
+    cells = [[_square(i == found.offset, f"{label}, offset {i}") for i in range(size)]]
+    svg = _grid([label], cells, _numbered("slot", size))
+    title = f"offset {found.offset} of {label}, head {found.head}"
+    return Picture(title=title, svg=svg, legend=_legend(_OF_TEXT, cells))
+
+
+def _dtype_picture(found: "ErrorAnswer") -> Picture:
+    """Draw in which stages of the test a kernel rejects which tensor."""
+    columns = list(dict.fromkeys((kernel, tensor) for _, kernel, tensor in found.rejected))
+    cells = []
+    for stage in STAGES:
+        words = [f"{stage}: {' of '.join(reversed(one))}" for one in columns]
+        bad = [(stage, *one) in found.rejected for one in columns]
+        cells.append([_square(*one, other="right") for one in zip(bad, words, strict=True)])
+    names = {"wrong": "the kernel raises this error", "right": "it does not"}
+    heads = ", ".join(f"{tensor} of {kernel}" for kernel, tensor in columns)
+    svg = _grid(list(STAGES), cells, heads)
+    title = "The stages of the test in which a kernel raises this error"
+    return Picture(title=title, svg=svg, legend=_legend(names, cells))
+
+
+def _square(is_marked: bool, title: str, other: str = "idle") -> Square:
+    return ("wrong" if is_marked else other, title, "")
+
+
+def matrix_pictures(table: "MatrixTable") -> tuple[Picture, ...]:
+    """Draw which ids of each test do not match, by their parameters."""
+    classes = {"match": "right", "not run": "idle"}
+    names = {"wrong": "mismatches, or is rejected", "right": "matches", "idle": "did not run"}
+    found = []
+    for test, columns, rows in table.grids():
+        cells = [
+            [
+                (classes.get(one.status, "wrong"), f"{one.id}: {one.status}", "")
+                if (one := of_row.get(column)) is not None
+                else ("", "", "")
+                for column in columns
+            ]
+            for of_row in rows.values()
+        ]
+        bad = sum(cell[0] == "wrong" for line in cells for cell in line)
+        total = sum(map(len, rows.values()))
+        title = f"{bad} of {total} ids of {test} do not match"
+        svg = _grid(list(rows), cells, f"columns: {', '.join(columns)}")
+        found.append(Picture(title=title, svg=svg, legend=_legend(names, cells)))
+    return tuple(found)
 
 
 def slot_picture(found: SlotMap) -> Picture:
@@ -360,17 +457,25 @@ def slot_picture(found: SlotMap) -> Picture:
     for block in (used[i] for i in kept):
         seqs = ", ".join(map(str, sorted({int(seq) for seq in owners[block] if seq >= 0})))
         labels.append(f"block {block} of sequence {seqs}" if seqs else f"block {block}, empty")
-        cells.append([_slot_cell(found, strange, block, i) for i in range(strange.shape[1])])
+        cells.append([_slot_cell(found, block, i) for i in range(strange.shape[1])])
     count = int(strange.sum())
     what = (
-        f"{count} slots were read that hold no token of the sequence they were read for"
+        f"{count} slots were read that hold no token of the sequence they were read for; a mask must hide "
+        "them"
         if count
         else "every slot that was read holds a token of the sequence it was read for"
     )
-    names = {"wrong": "read, and not a token of the reader", "read": "read", "right": "not read"}
-    legend = _legend({**names, "idle": "empty"}, cells)
+    names = {
+        "wrong": "read, another token than the reader's",
+        "off": "read, and empty",
+        "read": "read",
+        "right": "not read",
+        "idle": "empty",
+    }
+    legend = _legend(names, cells)
     title = f"{what}{_left_out(len(kept), len(used), 'blocks')}"
-    return Picture(title=title, svg=_grid(labels, cells, "slot"), legend=legend)
+    svg = _grid(labels, cells, _numbered("slot", found.is_read.shape[1]))
+    return Picture(title=title, svg=svg, legend=legend)
 
 
 def _is_used(found: SlotMap, block: int) -> bool:
@@ -378,7 +483,7 @@ def _is_used(found: SlotMap, block: int) -> bool:
     return bool(found.is_read[block].any() or (found.provenance.seq[block] >= 0).any())
 
 
-def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> Square:
+def _slot_cell(found: SlotMap, block: int, slot: int) -> Square:
     """Return the square of a slot."""
     seq, pos = (int(one[block, slot]) for one in (found.provenance.seq, found.provenance.pos))
     owner = f"token {pos} of sequence {seq}" if seq >= 0 else "empty"
@@ -387,7 +492,7 @@ def _slot_cell(found: SlotMap, strange: torch.Tensor, block: int, slot: int) -> 
         return ("right" if seq >= 0 else "idle"), f"{place}, not read", ""
     state = STATES[int(found.states[block, slot])]
     text = f"{place}, read for sequence {int(found.reader_seq[block, slot])}: {state}"
-    return ("wrong" if bool(strange[block, slot]) else "read"), text, ""
+    return _STRANGE.get(state, "read"), text, ""
 
 
 def _legend(
@@ -408,22 +513,27 @@ def _left_out(shown: int, count: int, what: str) -> str:
     return "" if shown == count else f" ({shown} of {count} {what} are shown)"
 
 
-def _grid(labels: Sequence[str], cells: Sequence[Sequence[Square]], column: str) -> str:
-    """Return a table of small SVG squares: a label for each row, a number for each column."""
-    columns = len(cells[0]) if cells else 0
-    width = columns * (_CELL + _GAP)
+def _numbered(what: str, count: int, first: int = 0) -> str:
+    """Return the head of columns that have consecutive numbers."""
+    return f"{what} {first} to {first + count - 1}" if count > 1 else f"{what} {first}"
+
+
+def _grid(labels: Sequence[str], cells: Sequence[Sequence[Square]], columns: str) -> str:
+    """Return a table of small SVG squares: a label for each row, and what the columns are."""
+    width = (len(cells[0]) if cells else 0) * (_CELL + _GAP)
     rows = "".join(
         f'<tr><th scope="row">{escape(label)}</th><td><svg width="{width}" height="{_CELL}" role="img">'
         f"<title>{escape(label)}</title>{''.join(_squares(line))}</svg></td></tr>"
         for label, line in zip(labels, cells, strict=True)
     )
-    numbers = f"0 to {columns - 1}" if columns > 1 else "0"
-    head = f"<tr><th></th><th>{escape(column)} {numbers}</th></tr>"
+    head = f"<tr><th></th><th>{escape(columns)}</th></tr>"
     return f'<table class="cells"><thead>{head}</thead><tbody>{rows}</tbody></table>'
 
 
 def _squares(line: Sequence[Square]) -> Iterator[str]:
     for i, (name, title, place) in enumerate(line):
+        if not name:  # nothing is there
+            continue
         x, far = i * (_CELL + _GAP), _CELL - 4
         cross = (
             f'<path d="M{x + 4} 4L{x + far} {far}M{x + far} 4L{x + 4} {far}"/>'

@@ -92,6 +92,20 @@ def test_a_target_that_does_not_exist_is_found(line: str) -> None:
         snippets.check_sh(planted(line + "\n", "sh"))
 
 
+def test_the_site_shows_what_the_first_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first example of a how-to is run; one that fails ends the build."""
+    page = ROOT / "docs" / "howto" / "replay.md"
+    text, ran = page.read_text(), []
+    monkeypatch.setattr(snippets, "run_command", lambda command: ran.append(command) or (0, "new"))
+    shown = snippets.with_first_example(page)
+    first, last = ran
+    assert f"$ {first}\nnew\n...\n$ {last}\nnew\n```" in shown
+    assert shown.partition("With releases of vLLM")[2] == text.partition("With releases of vLLM")[2]
+    monkeypatch.setattr(snippets, "run_command", lambda command: (2, "refused"))
+    with pytest.raises(RuntimeError, match="exit code 2"):
+        snippets.with_first_example(page)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("myst_nb") is None, reason="needs the extra docs")
 def test_the_site_builds_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,22 @@ OWN_FLAGS = [
     (["run", *SMALL, "--platforms", "gfx942"], "platforms must be"),
     (["run", *SMALL, "--stages", "--save-call", "x"], "save-call must"),
     (["run", *SMALL, "--save-call", "/no/such/folder/x"], "save-call must be"),
+    (
+        [
+            "run",
+            *SMALL,
+            *[
+                "--op",
+                "unified_attention",
+                "--op-argument",
+                "int8_per_token_head",
+                *("--backend", "vllm"),
+                "--save-call",
+                "x",
+            ],
+        ],
+        "save-call must",
+    ),
     (["run", *SMALL, "--source", "nowhere"], "source must"),
     (["run", *SMALL, "--device", "tpu"], "argument --device: invalid choice"),
     (["run", "--num-blocks", "99999999"], "the case needs"),

@@ -10,9 +10,11 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # What is wrong with the layout: a page that scrolls to the side; text below 12 pixels; text whose contrast
-# with what lies under it is below 4.5 to 1, by WCAG; text over other text that nothing opaque covers.
+# with what lies under it is below 4.5 to 1, by WCAG, with opacity and in SVG, but of controls that are
+# disabled; text over other text that nothing opaque covers.
 PROBLEMS = """(within) => {
   const root = document.documentElement, found = new Set();
+  const IDLE = ":disabled, [aria-disabled=true]";
   const beyond = within ? 0 : root.scrollWidth - root.clientWidth;
   if (beyond > 0) found.add(`the page scrolls ${beyond} pixels to the side`);
   const channels = text => {
@@ -22,13 +24,28 @@ PROBLEMS = """(within) => {
   const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
     .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const under = node => {
-    const layers = [];
-    for (let one = node; one; one = one.parentElement) layers.push(getComputedStyle(one).backgroundColor);
-    return layers.reverse().reduce((below, text) => {
-      const [r, g, b, a = 1] = channels(text);
-      return below.map((v, i) => v * (1 - a) + [r, g, b][i] * a);
-    }, [255, 255, 255]);
+  const mix = (below, [r, g, b, a = 1], part = 1) =>
+    below.map((v, i) => v * (1 - a * part) + [r, g, b][i] * a * part);
+  const shapes = "rect, path, circle, ellipse, polygon";
+  const under = (node, x, y) => {  // the fill of the shape on which the text of an SVG is
+    if (!node.closest("svg")) return [0, 0, 0, 0];
+    const found = document.elementsFromPoint(x, y).find(one => one.matches(shapes));
+    const style = found && getComputedStyle(found);
+    if (!style || style.fill === "none") return [0, 0, 0, 0];
+    const [r, g, b, a = 1] = channels(style.fill);
+    return [r, g, b, a * parseFloat(style.fillOpacity)];
+  };
+  const painted = (node, x, y) => {  // the colours of a text and of what is under it, as a reader sees them
+    const chain = [];
+    for (let one = node; one; one = one.parentElement) chain.unshift(getComputedStyle(one));
+    const last = chain.at(-1), ink = channels(node.closest("svg") ? last.fill : last.color);
+    const paint = (i, below) => {
+      const own = mix(below, channels(chain[i].backgroundColor));
+      const bottom = mix(own, under(node, x, y));
+      const all = i + 1 < chain.length ? paint(i + 1, own) : [mix(bottom, ink), bottom];
+      return all.map(one => mix(below, one, parseFloat(chain[i].opacity)));
+    };
+    return paint(0, [255, 255, 255]);
   };
   const seen = (node, box) => {  // the part of a box that no scrolling parent cuts off
     let [left, top, right, bottom] = [box.left, box.top, box.right, box.bottom];
@@ -54,11 +71,10 @@ PROBLEMS = """(within) => {
     const scale = node.closest("svg") && node.getScreenCTM ? node.getScreenCTM().d : 1;
     const style = getComputedStyle(node), size = parseFloat(style.fontSize) * scale;
     if (size < 11.99) found.add(`${size.toFixed(1)} pixels: ${words}`);
-    if (!node.closest("svg")) {
-      const [a, b] = [light(channels(style.color)), light(under(node))].sort((x, y) => y - x);
-      const ratio = (a + 0.05) / (b + 0.05);
-      if (ratio < 4.5) found.add(`contrast ${ratio.toFixed(2)}: ${words}`);
-    }
+    const [{left, right, top: above, bottom}] = all;
+    const [a, b] = painted(node, (left + right) / 2, (above + bottom) / 2).map(light).sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5 && !node.closest(IDLE)) found.add(`contrast ${ratio.toFixed(2)}: ${words}`);
     for (const box of all) boxes.push({...box, text, node, words});
   }
   const covers = (node, other, x, y) => {  // something opaque is between two texts

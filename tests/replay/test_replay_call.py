@@ -140,11 +140,15 @@ def test_exit_codes(found, code):
     ("statuses", "at", "words"),
     [
         (("match", "match"), None, "no release is bad"),
-        (("match", "cannot run", "rejected", "match"), 2, "(rejected); before it, t: cannot run"),
+        (("cannot run", "rejected"), None, "no release is bad; 2 do not run the call"),
+        (("match", "rejected", "mismatch"), 2, "(mismatch); t before it does not run the call"),
+        (("match", "not deterministic"), 1, "(not deterministic); before it, t: match"),
         (("mismatch", "match"), 0, "(mismatch); none ran before it"),
     ],
 )
 def test_the_first_bad_release(statuses, at, words):
+    """A release that does not accept the call is not bad; one whose kernel fails is."""
+    assert replays("match", "match", "rejected", failed=True).first_bad is not None
     found = replays("match", *statuses)
     assert found.first_bad is (None if at is None else found.replays[at])
     assert words in found.first_bad_sentence()

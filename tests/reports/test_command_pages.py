@@ -66,13 +66,9 @@ def test_each_page_is_legible(pages: dict[str, Path], width: int, scheme: str) -
             assert found == (name, [], [], [])
 
 
-def test_each_page_is_small_and_has_a_picture_where_something_was_run(
-    pages: dict[str, Path],
-) -> None:
+def test_each_page_is_small_and_has_a_picture(pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         text = path.read_text()
         assert len(text) < 1_000_000, name
         assert f"attnlab {name}" in text
-        assert ("<figure" in text or 'id="weights"' in text) == (
-            name not in ("matrix", "decode-error")
-        ), name
+        assert "<figure" in text or 'id="weights"' in text, name

@@ -100,17 +100,24 @@ def test_what_is_cut_on_paper_is_seen(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_layout_is_seen(tmp_path: Path) -> None:
-    """Grey on grey, through a half-transparent layer too, small text, text over text, a page that scrolls."""
+    """Grey on grey, also by opacity and in a drawing, small text, text over text, a page that scrolls."""
     bad = """<p style='color:#777;background:#ccc'>grey</p>
       <p style='background:#0008;color:#555'>through</p><p style='font-size:11px'>small</p>
       <p style='position:absolute;top:300px'>below</p><p style='position:absolute;top:304px'>above</p>
       <p style='position:absolute;top:400px'>hidden</p>
       <p style='position:absolute;top:400px;background:#fff'>opaque</p>
+      <p style='opacity:.4'>faint</p><p style='opacity:.9'><span style='opacity:.9'>legible</span></p>
+      <svg height=60><rect width=300 height=60 fill='#777'></rect><text x=9 y=20 fill='#ddd'>drawn</text>
+      <text x=9 y=50 fill='#000'>black</text></svg>
+      <button disabled style='color:#999'>disabled</button>
       <p style='width:2000px'>wide</p><p>good</p>"""
     (tmp_path / "bad.html").write_text(f"<!DOCTYPE html><body>{bad}</body>")
     with offline_page() as page:
         page.goto((tmp_path / "bad.html").as_uri())
         found = layout_problems(page)
-    words = ("to the side", ": grey", ": through", "11.0 pixels: small", "below over above")
+    words = (
+        *("to the side", ": grey", ": through", ": faint", ": drawn"),
+        *("11.0 pixels: small", "below over above"),
+    )
     assert [word for word in words if not any(word in one for one in found)] == []
     assert len(found) == len(words), found

@@ -4,13 +4,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.check_report import NEW, REPORT
 
 import attnlab
+from attnlab.checker.matrix import MatrixRow, MatrixTable
 from attnlab.cli.main import main
 from attnlab.contracts.slot_states import SlotState
+from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.reports.close_up import trace_run
-from attnlab.reports.shared_page import _MOST_LINES, error_picture, excerpt, page_of, slot_picture
+from attnlab.reports.shared_page import (
+    _MOST_LINES,
+    error_picture,
+    excerpt,
+    matrix_pictures,
+    page_of,
+    slot_picture,
+    text_pictures,
+)
 
 CASE = attnlab.Case(
     num_heads=4, query_lens=(17, 1), ctx_lens=(16, 40), stage="int32_before_cumsum", atol=1e-4
@@ -46,7 +57,7 @@ def test_the_picture_marks_the_wrong_cells_alone() -> None:
 
 
 def test_a_slot_of_another_sequence_is_marked() -> None:
-    """A right map has no mark; a planted read of another sequence's slot has one."""
+    """A right map has no mark; a planted read of another sequence has one, of an empty slot another."""
     found = attnlab.run(CASE).slot_map()
     right = slot_picture(found)
     assert '<g class="wrong">' not in right.svg
@@ -54,6 +65,52 @@ def test_a_slot_of_another_sequence_is_marked() -> None:
     block, slot = torch.nonzero(found.is_read)[0].tolist()
     found.states[block, slot] = SlotState.OTHER_SEQUENCE.code
     assert slot_picture(found).svg.count('<g class="wrong">') == 1
+    found.states[block, slot] = SlotState.UNWRITTEN_TAIL.code
+    assert slot_picture(found).svg.count('<g class="off">') == 1
+    assert '<g class="wrong">' not in slot_picture(found).svg
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "label", "marked"),
+    [
+        ("at index (17, 2, 1)", "chunked_prefill_paged_decode", "token 0, head 2", 1),
+        ("at index (3, 5, 1, 7)", "reshape_and_cache_flash", "block 3, offset 5", 1),
+        ("expected scalar type Int but found Long", "chunked_prefill_paged_decode", "int64: ", 2),
+    ],
+)
+def test_what_the_text_of_a_failed_test_names_is_drawn(text, op, label, marked) -> None:
+    case = attnlab.Case(
+        op=op, platform="gfx942", num_heads=4, query_lens=(17, 1), ctx_lens=(16, 40)
+    )
+    (picture,) = text_pictures(decode_error(f"Greatest absolute difference: 1 {text}", case), case)
+    cells = picture.svg.split('<g class="wrong"')[1:]
+    assert len(cells) == marked
+    assert all(f"<title>{label}" in cell.partition("</g>")[0] for cell in cells)
+
+
+def test_a_failed_allclose_has_no_picture() -> None:
+    assert text_pictures(decode_error("assert torch.allclose(a, b)", CASE), CASE) == ()
+
+
+def test_the_ids_that_do_not_match_are_drawn() -> None:
+    statuses = {"f16-64": "match", "f16-80": "rejected", "bf16-64": "not run"}
+    rows = tuple(MatrixRow(id=f"test_a[{one}]", status=s) for one, s in statuses.items())
+    other = MatrixRow(id="test_b[1]", status="match")
+    drawn = matrix_pictures(MatrixTable(rows=(*rows, other), seconds=0.0, changes={}))
+    assert [one.title for one in drawn] == [
+        "1 of 3 ids of test_a do not match",
+        "0 of 1 ids of test_b do not match",
+    ]
+    assert [name for name, _ in drawn[0].legend] == ["wrong", "right", "idle"]
+    assert drawn[0].svg.count("<rect") == 3
+    assert drawn[0].svg.count('<g class="wrong"><title>test_a[f16-80]: rejected<') == 1
+
+
+def test_the_comment_of_a_check_has_the_smallest_cases() -> None:
+    text = page_of(REPORT, "attnlab check").markdown()
+    assert f"```sh\n{NEW.command}\nattnlab check\n```" in text
+    assert text.count(NEW.evidence.partition(" by ")[0]) == 2  # the cause, the finding
+    assert len(text.splitlines()) <= _MOST_LINES
 
 
 def test_the_comment_has_at_most_25_lines(diagnosis: object) -> None:

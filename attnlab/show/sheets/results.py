@@ -525,9 +525,6 @@ def stages(table: "StageTable") -> Sheet:
     )
 
 
-_MATRIX_COLUMNS = 6
-
-
 def matrix(table: "MatrixTable") -> Sheet:
     """Return the ids that do not match, and a grid for each test of the parameters that differ."""
     from attnlab.checker.matrix import outcome_text
@@ -535,7 +532,6 @@ def matrix(table: "MatrixTable") -> Sheet:
     counts = ", ".join(f"{count} {status}" for status, count in table.counts.items())
     head = f"{counts}, of {len(table.rows)} ids"
     bad = [row for row in table.rows if row.status != "match"]
-    tests = list(dict.fromkeys(row.id.partition("[")[0] for row in table.rows))
     parts: list[Part] = []
     if bad:
         groups: dict[tuple[str, str], list[str]] = {}
@@ -546,10 +542,7 @@ def matrix(table: "MatrixTable") -> Sheet:
             for (status, text), ids in groups.items()
         ]
         parts.append(Grid(["id", "outcome"], rows, "ids that do not match"))
-    parts += [
-        _matrix_grid(test, [row for row in table.rows if row.id.startswith(f"{test}[")])
-        for test in tests
-    ]
+    parts += [_matrix_grid(*grid) for grid in table.grids()]
     kernels = dict.fromkeys(kernel for row in table.rows for kernel in row.kernels)
     facts: list[tuple[str, Value]] = [("kernels", ", ".join(kernels)), ("backend", table.backend)]
     if table.changes:
@@ -564,29 +557,20 @@ def _matrix_tone(status: str) -> Tone:
     return STATUS.get(status, "quiet")
 
 
-def _matrix_grid(test: str, rows: "Sequence[MatrixRow]") -> Grid:
+def _matrix_grid(test: str, columns: list[str], cells: "dict[str, dict[str, MatrixRow]]") -> Grid:
     """Return the outcomes of a test; the last parameters that differ name the columns."""
-    words = [row.id.partition("[")[2].rstrip("]").split("-") for row in rows]
-    count = min(map(len, words))
-    last = [at for at in range(count) if len({one[at] for one in words}) > 1]
-    first: list[int] = []
 
-    def name(one: list[str], places: list[int]) -> str:
-        return " ".join(one[at] for at in places) or "all"
-
-    while len({name(one, last) for one in words}) > _MATRIX_COLUMNS:
-        first.append(last.pop(0))
-    columns = list(dict.fromkeys(name(one, last) for one in words))
-    cells: dict[str, dict[str, Cell]] = {}
-    for row, one in zip(rows, words, strict=True):
+    def cell(row: "MatrixRow | None") -> Cell:
+        if row is None:
+            return ""
         short = f"{float(row.greatest_abs or 0):.1e}" if row.total else row.status
-        cell = Words(short, _matrix_tone(row.status))
-        cells.setdefault(name(one, first), {})[name(one, last)] = cell
-    table: list[Row] = [
-        [key, *(found.get(one, "") for one in columns)] for key, found in cells.items()
+        return Words(short, _matrix_tone(row.status))
+
+    rows: list[Row] = [
+        [key, *(cell(found.get(one)) for one in columns)] for key, found in cells.items()
     ]
     title = f"{test}: largest absolute error"
-    return Grid(["parameters", *columns], table, title, most=len(table))
+    return Grid(["parameters", *columns], rows, title, most=len(rows))
 
 
 def _stage_cell(cell: "StageCell") -> list[Cell]:
