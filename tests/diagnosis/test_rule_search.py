@@ -398,3 +398,21 @@ def test_without_a_run_with_other_numbers_outside_nothing_is_said_about_addresse
         SimpleNamespace(defect=SimpleNamespace(family=name)) for name in ("addresses", "loops")
     ]
     assert search._true_of_outside(Lab(device="cpu"), case, rules, refused) == rules[1:]
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_rule_must_change_a_right_output_of_the_same_lengths(always):
+    """Equal scores follow from equal keys, and from rounding of large scores; normal ones are right then."""
+
+    def equal_keys(case: Case, call: KernelCall) -> dict[str, object]:
+        if not always and case.distribution != "large_scores":
+            return {}
+        first = call.key_cache[..., :1, :, :1]
+        return {"key_cache": first.expand_as(call.key_cache).contiguous()}
+
+    case = hostile(
+        op="unified_attention", query_lens=(1, 5), ctx_lens=(20, 18), num_heads=4, head_size=32,
+        platform="sm_90", distribution="large_scores",
+    )  # fmt: skip
+    found = find_rule(Lab(), case, FaultyLab(change=equal_keys).output)
+    assert (found is not None) == always

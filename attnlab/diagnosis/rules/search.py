@@ -54,9 +54,11 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
             only_decodes &= not has_prefill
         elif is_wrong:
             left = [one for one in left if not _is_about_loop(one)]
-        else:  # another kernel may compute this case, so it refutes nothing
+        else:  # another kernel may compute other lengths, so these refute nothing
             problem = Problem.of_case(known, lab.batch(known), lab.call(known))
-            left = sorted(left, key=lambda one: not is_hidden(problem, one.defect))  # stable
+            hidden = [one for one in left if is_hidden(problem, one.defect)]
+            is_same = other.lengths == case.lengths
+            left = hidden if is_same else [*hidden, *(one for one in left if one not in hidden)]
     left = [one for one in left if one.name in shown]
     left = _separated(lab, case, left, rerun) if len(left) > 1 else left
     left = _true_of_outside(lab, case, left, rerun)
