@@ -71,6 +71,8 @@ class Reading:
     - ``why_not``: why the call is not recorded, or "".
     - ``result``: returns (output, log-sum-exp or None) from what the op returned; None if the op writes
       ``fields["output"]``.
+    - ``guessed``: what of a dense function's arguments their names do not say, of "order" (of tokens and
+      heads) and "causal"; ``dims``: the dimensions of its query.
     """
 
     fields: dict[str, Any]
@@ -79,6 +81,8 @@ class Reading:
     read_as: list[str] = field(default_factory=list)
     why_not: str = ""
     result: Callable[[Any], tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
+    guessed: tuple[str, ...] = ()
+    dims: int = 0
 
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
         """Return the unknown arguments as "name=value", without those that repeat a size of the call."""

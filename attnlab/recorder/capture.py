@@ -28,6 +28,7 @@ from attnlab.recorder.failing_side import Comparison
 from attnlab.recorder.ops import (
     copy_write,
     copy_written,
+    other_readings,
     recorded_ops,
     signature_of,
     write_of_reading,
@@ -121,6 +122,11 @@ class Recorded:
                 call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call
+
+    def other_readings(self) -> Iterator["Recorded"]:
+        """Yield the call as its arguments may be meant, too; nothing if they say how they are meant."""
+        for reading, layout in other_readings(self.reading):
+            yield dataclasses.replace(self, reading=reading, layout=layout, _call=None)
 
 
 def from_here(path: Path) -> str:

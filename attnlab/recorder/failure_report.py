@@ -116,6 +116,8 @@ def _fill(
     except AttnLabError as error:
         failure = error
     number = list(recorded).index(one) + 1
+    if judgement is not None and one.is_guess and not _confirms_reading(judgement):
+        one, judgement = _read_again(one, recorded, comparisons) or (one, judgement)
     unknown = () if judgement is None else judgement.diagnosis.undecided_by
     if unknown:
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
@@ -139,9 +141,23 @@ def _fill(
 
 
 _NOT_CONFIRMED = (
-    "the function has the arguments of attention, but the test compares its output with nothing that is the "
-    "attention of these arguments; if it is meant to be: -o attnlab_ops={}"
+    "the function has the arguments of attention, but the test compares its output with nothing that was "
+    "recognised as the attention of these arguments; if it is meant to be: -o attnlab_ops={}"
 )
+
+
+def _read_again(
+    one: Recorded, recorded: Sequence[Recorded], comparisons: Sequence[Comparison]
+) -> tuple[Recorded, Judgement] | None:
+    """Return a call in the first other reading that the test's values agree with, and its judgement."""
+    for other in one.other_readings():
+        with contextlib.suppress(AttnLabError):
+            among = [other if call is one else call for call in recorded]
+            again, comparison = _call_and_comparison(among, comparisons)
+            again, judgement = _judged(again, comparison, among)
+            if again is other and _confirms_reading(judgement):
+                return again, judgement
+    return None
 
 
 def _confirms_reading(one: Judgement) -> bool:

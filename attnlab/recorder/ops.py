@@ -7,7 +7,7 @@ token goes.
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -545,7 +545,65 @@ def _dense(arguments: dict[str, Any], reading: Reading) -> None:
         return
     given = dict(zip(("query", "key", "value"), tensors, strict=True))
     rest = {"is_causal": fields.get("causal"), "scale": fields.get("sm_scale")}
-    _sdpa({**given, **rest, "attn_mask": arguments.get("attn_mask")}, reading)
+    mask = arguments.get("attn_mask")
+    _sdpa({**given, **rest, "attn_mask": mask}, reading)
+    reading.dims = tensors[0].dim()
+    if mask is None:
+        reading.guessed = ("order",) if rest["is_causal"] is not None else ("order", "causal")
+
+
+def other_readings(reading: Reading) -> Iterator[tuple[Reading, str]]:
+    """Yield the other ways to read a dense function's arguments, each with its layout of keys and values.
+
+    Queries, keys and values may be [batch, tokens, heads, size], and rows may see no later keys.
+    """
+    orders = [(reading, "HND")]
+    if "order" in reading.guessed:
+        orders.append((_tokens_first(reading), "flash"))
+    for one, layout in orders:
+        if one is not reading:
+            yield one, layout
+        if "causal" in reading.guessed and not one.fields["causal"]:
+            text = "causal attention"
+            fields = {**one.fields, "causal": True}
+            yield replace(one, fields=fields, read_as=[*one.read_as, text]), layout
+
+
+def _tokens_first(reading: Reading) -> Reading:
+    """Return arguments that were read with heads first as [batch, tokens, heads, size]."""
+    given = reading.fields
+    seqs = len(given["seq_lens"])
+
+    def original(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if reading.dims == 4 else tensor[:, 0][None]
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return original(tensor.unflatten(0, (seqs, -1)).transpose(1, 2))
+
+    query, key = rows(given["query"]), original(given["key_cache"])
+    index: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
+    batch, tokens = query.shape[:2]
+    fields = {
+        "query": query.flatten(0, 1),
+        "key_cache": key,
+        "value_cache": original(given["value_cache"]),
+        "block_table": torch.arange(batch, **index)[:, None],
+        "seq_lens": torch.full((batch,), key.shape[1], **index),
+        "query_start_loc": torch.arange(batch + 1, **index) * tokens,
+        "sm_scale": given["sm_scale"],
+        "causal": given["causal"] if tokens > 1 else True,
+    }
+    if "output" in given:
+        fields["output"] = rows(given["output"]).flatten(0, 1)
+
+    def result(returned: Any) -> tuple[torch.Tensor | None, None]:
+        output = output_of(returned)[0]
+        return (
+            None if output is None else output.reshape(batch * tokens, query.shape[2], -1)
+        ), None
+
+    text = "queries, keys and values as [batch, tokens, heads, size]"
+    return replace(reading, fields=fields, result=result, read_as=[*reading.read_as, text])
 
 
 def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signature:

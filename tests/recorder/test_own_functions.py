@@ -35,6 +35,10 @@ def dense(q, k, v, causal):
     return s.softmax(-1) @ v
 
 
+def tokens_first(q, k, v):
+    return dense(*(one.transpose(-3, -2) for one in (q, k, v)), True).transpose(-3, -2)
+
+
 def update(q, k_cache, v_cache, block_tables, context_lens, scale):
     return q * scale
 
@@ -71,6 +75,27 @@ def test_dense():
     torch.testing.assert_close(
         kern.dense(q, k, v, True), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     )
+
+
+def causal(q, k, v):
+    q, k, v = (one.transpose(-3, -2) for one in (q, k, v))
+    scores = (q @ k.mT / 4).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(-3, -2)
+
+
+def test_batch_of_tokens():
+    q, k, v = torch.randn(3, 2, 20, 4, 16)
+    torch.testing.assert_close(kern.tokens_first(q, k, v), causal(q, k, v))
+
+
+def test_tokens():
+    q, k, v = torch.randn(3, 20, 4, 16)
+    torch.testing.assert_close(kern.tokens_first(q, k, v), causal(q, k, v))
+
+
+def test_another_result():
+    q, k, v = torch.randn(3, 20, 4, 16)
+    torch.testing.assert_close(kern.tokens_first(q, k, v), 2 * causal(q, k, v) + 1)
 
 
 def test_no_attention():
@@ -121,6 +146,18 @@ def test_a_dense_kernel_is_read_as_torch_reads_its_own(sections):
     assert "next" not in sections["dense"]  # it cannot run other calls
 
 
+@pytest.mark.parametrize("name", ["batch_of_tokens", "tokens"])
+def test_dimensions_and_causality_that_no_argument_states_follow_from_the_expected_value(
+    sections, name
+):
+    assert "op          kern.tokens_first" in sections[name]
+    assert "wrong side  the kernel" in sections[name]
+    text = "as [batch, tokens, heads, size]; causal attention"
+    assert f"read as     queries, keys and values {text}" in sections[name]
+    assert "wrong side" not in sections["another_result"]
+    assert "not decided" in sections["another_result"]
+
+
 def test_a_function_that_is_no_attention_is_not_accused(sections):
     assert "not decided" in sections["no_attention"]
     assert "wrong side" not in sections["no_attention"]
@@ -142,7 +179,7 @@ def test_functions_of_test_modules_count_if_there_are_no_others(tmp_path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     __import__("own_alone")
     try:
-        names = ["decode", "dense", "update"]
+        names = ["decode", "dense", "tokens_first", "update"]
         assert [op.function for op in ops_in(tmp_path, {"own_alone"})] == names
         assert ops_in(tmp_path / "other", set()) == []
     finally:
