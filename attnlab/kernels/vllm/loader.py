@@ -133,6 +133,12 @@ class Absent:
             raise AttributeError(name)
         return Absent(f"{self._name}.{name}", self._why)
 
+    def __or__(self, other: Any) -> "Absent":
+        """Return this: the union of types in an annotation, as in ``Name | None``."""
+        return self
+
+    __ror__ = __or__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         package = self._name.partition(".")[0].replace("vllm", "vLLM")
         why = self._why or f"the lab loads only {package}'s attention ops"
@@ -376,6 +382,7 @@ def _torch(current: "_Current") -> ModuleType:
     cuda = _view(
         torch.cuda,
         get_device_capability=current.get_device_capability,
+        get_device_name=lambda device=0: current.get_device_properties(device).name,
         get_device_properties=current.get_device_properties,
         current_device=current.get_current_device,
     )
