@@ -287,6 +287,14 @@ def make_stubs(
     platform: Platform, triton: ModuleType, dispatch: Dispatch, interpret: bool
 ) -> dict[str, ModuleType]:
     """Return the stub modules by dotted name."""
+    contents = _vllm_contents(platform, triton, dispatch)
+    return _modules(contents, ModuleType, _Current(platform), triton if interpret else None)
+
+
+def _vllm_contents(
+    platform: Platform, triton: ModuleType | None, dispatch: Dispatch
+) -> dict[str, dict[str, Any]]:
+    """Return what the stubs of vLLM's modules contain."""
     current = _Current(platform)
     quiet = SimpleNamespace(
         **{
@@ -296,7 +304,7 @@ def make_stubs(
         }
     )
     fp8 = FORMATS[platform.fp8_e4m3].dtype
-    contents: dict[str, dict[str, Any]] = {
+    return {
         "vllm.platforms": {"current_platform": current},
         "vllm.platforms.rocm": {
             "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom,
@@ -305,7 +313,7 @@ def make_stubs(
         "vllm._custom_ops": {
             "paged_attention_rocm": lambda *args, **kwargs: dispatch.rocm_decode(*args, **kwargs)
         },
-        "vllm.triton_utils": {"triton": triton, "tl": triton.language},
+        "vllm.triton_utils": {"triton": triton, "tl": getattr(triton, "language", None)},
         "vllm.logger": {"init_logger": lambda name: quiet},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.model_executor.layers.batch_invariant": {"vllm_is_batch_invariant": lambda: False},
@@ -326,7 +334,6 @@ def make_stubs(
         },
         **warmup_stubs(),
     }
-    return _modules(contents, ModuleType, current, triton if interpret else None)
 
 
 def package_stubs(
@@ -334,7 +341,10 @@ def package_stubs(
 ) -> dict[str, ModuleType]:
     """Return the stub modules that a package states, whose other names may not be called; ``triton``: what
     replaces Triton."""
-    return _modules(package.stubs(platform), Stub, _Current(platform), triton)
+    contents = dict(package.stubs(platform))
+    if package.name == "vllm":
+        contents = {**_vllm_contents(platform, triton, Dispatch()), **contents}
+    return _modules(contents, Stub, _Current(platform), triton)
 
 
 def _modules(
@@ -371,12 +381,17 @@ def _is_quantized(kv_cache_dtype: str) -> bool:
 def _torch(current: "_Current") -> ModuleType:
     """Return a torch module for interpreted ops on a machine without a GPU.
 
-    ``torch.cuda`` describes the simulated platform. ``torch.empty`` returns NaN, so that a read of scratch
+    ``torch.cuda`` describes the simulated platform. ``torch.empty`` and ``empty_like`` return NaN, so that a read of scratch
     memory before it is written shows in the output.
     """
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:
-        made = torch.empty(*size, **options)
+        return scratch(torch.empty(*size, **options))
+
+    def empty_like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        return scratch(torch.empty_like(tensor, **options))
+
+    def scratch(made: torch.Tensor) -> torch.Tensor:
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     cuda = _view(
@@ -386,7 +401,7 @@ def _torch(current: "_Current") -> ModuleType:
         get_device_properties=current.get_device_properties,
         current_device=current.get_current_device,
     )
-    return _view(torch, cuda=cuda, empty=empty)
+    return _view(torch, cuda=cuda, empty=empty, empty_like=empty_like)
 
 
 class OnCpu(TorchFunctionMode):
