@@ -109,7 +109,7 @@ def _arguments(function: Callable[..., Any], call: StateCall, names: _Names) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRunner:
-    """Computes the plan of a call in float64, changed by ``edit``, and rounds the results as they are stored."""
+    """Computes the plan of a call in float64, changed by ``edit``, and rounds what is stored."""
 
     edit: Edit = lambda plan: plan
 

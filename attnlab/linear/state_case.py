@@ -18,6 +18,7 @@ from attnlab.tensors.formats import FORMATS
 
 STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
 NONE = -1  # no slot: the state before the first token is 0
+_FOREIGN = 4.0  # the standard deviation of the states of slots without a sequence
 NORM = 1e-6  # what all ops add to the square of the length of a query or key
 _GATES = {
     "usual": "half of a state is left after some tokens",
@@ -149,7 +150,7 @@ class StateCall:
       num_v_heads]; ``A_log``: [num_v_heads]; ``dt_bias``: as a row of ``a``.
     - ``query_start_loc``: [num_seqs + 1] int32.
     - ``states``: [num_slots, num_v_heads, head_v_dim, head_k_dim]; slot 0 belongs to no sequence, and slots
-      without a sequence hold NaN.
+      without a sequence hold larger numbers.
     - ``state_indices``: [num_seqs] int32, or [num_seqs, spec_tokens]; -1 for a skipped sequence.
     - ``num_accepted_tokens``: [num_seqs] int32, or None. ``has_initial``: [num_seqs] bool.
     """
@@ -237,9 +238,9 @@ def make_call(case: StateCase) -> StateCall:
     if not case.use_norm:
         query, key = (torch.nn.functional.normalize(one, dim=-1) for one in (query, key))
     tables, count = _slots(case, draw)
-    states = torch.full((count, heads, case.head_v_dim, key_size), float("nan"))
+    states = _FOREIGN * normal(count, heads, case.head_v_dim, key_size)
     own = tables[tables > 0]
-    states[own] = normal(len(own), heads, case.head_v_dim, key_size)
+    states[own] /= _FOREIGN
     gate_shape = (heads, key_size) if op.gate == "key" else (heads,)
     has_initial = torch.full((seqs,), case.initial != "none")
     has_initial[1::2] &= case.initial != "some"

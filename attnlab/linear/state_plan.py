@@ -37,7 +37,10 @@ class StatePlan:
       key_size].
     - ``loads``: the slot that each sequence begins from, NONE for 0. ``stores``: for each sequence, pairs of
       a number of tokens and the slot that gets the state after them.
-    - ``continues``: sequences that begin from the last state of the sequence before.
+    - ``continues``: sequences begin from the last state of the sequence before. ``begins_again``: chunks
+      begin from the state before the call. ``read_states``: what is loaded, if not ``states``.
+      ``late_gate``: a token's gate multiplies the token, too. ``no_read``: the output does not read the state
+      before the chunk; ``no_held``: the delta rule does not.
     - ``written``: [tokens] bool, which rows of the output are written. ``zeros``: [tokens] bool, which of
       them are 0.
     - ``delta``: it is a delta rule. ``chunk``: tokens that are computed together. ``missing``: parts that are
@@ -60,6 +63,11 @@ class StatePlan:
     delta: bool
     chunk: int
     continues: bool = False
+    begins_again: bool = False
+    late_gate: bool = False
+    no_read: bool = False
+    no_held: bool = False
+    read_states: torch.Tensor | None = None
     missing: frozenset[str] = frozenset()
 
     def replace(self, **changes: object) -> "StatePlan":
@@ -72,7 +80,7 @@ class StatePlan:
 
 
 def right_plan(call: StateCall, *, norm: tuple[bool, bool] = (True, True)) -> StatePlan:
-    """Return the plan of a right op; ``norm``: whether queries and keys are normalised if the call says so."""
+    """Return the plan of a right op; ``norm``: if the call says so, queries and keys are normalised."""
     op, heads = call.op, call.value.shape[1]
     group = heads // call.key.shape[1]
     query, key = (
@@ -180,9 +188,10 @@ def evaluate(plan: StatePlan, units: Units | None = None) -> Evaluated:
     bound = torch.zeros_like(output)
     states, states_bound = plan.states.clone(), torch.zeros_like(plan.states)
     last: tuple[torch.Tensor, torch.Tensor] | None = None
+    read = plan.states if plan.read_states is None else plan.read_states
     for seq, load in enumerate(plan.loads):
         rows = range(plan.starts[seq], plan.starts[seq + 1])
-        state = torch.zeros_like(states[0]) if load == NONE else plan.states[load]
+        state = torch.zeros_like(states[0]) if load == NONE else read[load]
         error = torch.zeros_like(state[..., 0])
         if plan.continues and last is not None:
             state, error = last
@@ -190,7 +199,11 @@ def evaluate(plan: StatePlan, units: Units | None = None) -> Evaluated:
         kept = {0: (state, error)}
         for first in range(rows.start, rows.stop, plan.chunk):
             chunk = _Chunk(plan, slice(first, min(first + plan.chunk, rows.stop)), units)
-            begin = torch.zeros_like(state) if CARRY in plan.missing else state
+            if plan.begins_again:
+                state, error = kept[0]
+            begin = (
+                torch.zeros_like(state) if CARRY in plan.missing and first > rows.start else state
+            )
             out, out_error = chunk.output(begin, error)
             output[chunk.rows], bound[chunk.rows] = out, out_error
             state, error = chunk.next(begin, error)
@@ -225,34 +238,47 @@ class _Chunk:
         pairs = torch.einsum("hik,hjk->hijk", key, key)
         inner = (pairs * _or_one(plan, INNER_GATE, between)).sum(-1).tril(-1)
         sizes = (pairs.abs() * between).sum(-1).tril(-1)
+        squares = (pairs * between).square().sum(-1).tril(-1)
         is_delta = plan.delta and HELD not in plan.missing
         held_beta = plan.held_beta[rows].T[..., None]
         inner, sizes = inner * held_beta, sizes * held_beta.abs()
+        squares = squares * held_beta.square()
         if not is_delta or INNER in plan.missing:
-            inner, sizes = torch.zeros_like(inner), torch.zeros_like(sizes)
+            inner = sizes = squares = torch.zeros_like(inner)
         eye = torch.eye(inner.shape[-1], dtype=inner.dtype)
         solve = torch.linalg.solve_triangular(eye + inner, eye.expand_as(inner), upper=False)
         decayed = key * _or_one(plan, HELD_GATE, total.exp()) * held_beta * is_delta
         self._decayed, self._added = decayed, value * beta
+        if plan.no_held:
+            self._decayed = torch.zeros_like(self._decayed)
         self._held, self._new = solve @ self._decayed, solve @ self._added
         scores = torch.einsum("hik,hjk->hijk", query, key)
         scores = plan.scale * scores * _or_one(plan, SCORES_GATE, between)
         self._sizes = scores.abs().sum(-1).tril()
+        self._squares = scores.square().sum(-1).tril()
         self._scores = scores.sum(-1).tril(-1 if OWN in plan.missing else 0)
         if SCORES in plan.missing:
             self._scores = self._scores * torch.eye(self._scores.shape[-1], dtype=inner.dtype)
-        self._read = plan.scale * query * _or_one(plan, READ_GATE, total.exp())
+        self._read = plan.scale * query * _or_one(plan, READ_GATE, total.exp()) * (not plan.no_read)
         self._keys = key * _or_one(plan, NEW_GATE, (total[:, -1:] - total).exp())
+        if plan.late_gate:
+            self._scores = (plan.scale * query * key * total.exp()).sum(-1, keepdim=True)
+            self._keys = self._keys * total.exp()
         if units is not None:
-            self._find_errors(units, solve, inner, sizes)
+            self._find_errors(units, solve, inner, sizes, squares)
 
     def _find_errors(
-        self, units: Units, solve: torch.Tensor, inner: torch.Tensor, sizes: torch.Tensor
+        self,
+        units: Units,
+        solve: torch.Tensor,
+        inner: torch.Tensor,
+        sizes: torch.Tensor,
+        squares: torch.Tensor,
     ) -> None:
         """Compute the variance of the solved matrix and of what follows from it, in units of 1/3."""
         fine, operand, query = (one**2 for one in (units.fine, units.operand, units.query))
         square = solve.square()
-        first = fine * sizes.square() + (operand + 2 * query) * inner.square()
+        first = fine * sizes.square() + operand * inner.square() + 2 * query * squares
         inverse = square @ first @ square + (fine + operand) * square
         each = fine + 2 * operand
         self._held_error = inverse @ self._decayed.square() + operand * self._held.square()
@@ -273,9 +299,7 @@ class _Chunk:
         own = (fine + operand) * self._values(state).square()
         return self._new_error + held @ square + own
 
-    def output(
-        self, state: torch.Tensor, error: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def output(self, state: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the output and their bounds, each [tokens, heads, value_size].
 
         ``error``: [heads, value_size], the length of the error of each row of the state.
@@ -287,8 +311,8 @@ class _Chunk:
         fine, operand, query = (one**2 for one in (units.fine, units.operand, units.query))
         scores = self._scores.square()
         variance = (fine + 3 * operand + query) * (self._read.square() @ state.square().mT)
-        variance += (fine + 2 * operand + 2 * query) * (scores @ values.square())
-        variance += fine * (self._sizes.square() @ values.square())
+        each = (fine + 2 * operand) * scores + 2 * query * self._squares
+        variance += (each + fine * self._sizes.square()) @ values.square()
         variance += scores @ self._values_error(state)
         through = (self._read - self._scores @ self._held).norm(dim=-1)
         bound = _SIGMAS * variance.sqrt() + through[..., None] * error[:, None]

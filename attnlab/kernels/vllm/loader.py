@@ -381,8 +381,8 @@ def _is_quantized(kv_cache_dtype: str) -> bool:
 def _torch(current: "_Current") -> ModuleType:
     """Return a torch module for interpreted ops on a machine without a GPU.
 
-    ``torch.cuda`` describes the simulated platform. ``torch.empty`` and ``empty_like`` return NaN, so that a read of scratch
-    memory before it is written shows in the output.
+    ``torch.cuda`` describes the simulated platform. ``torch.empty`` and ``empty_like`` return NaN, so
+    that a read of scratch memory before it is written shows in the output.
     """
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""flash-linear-attention's ops of linear attention, read from a wheel of fla-core or a checkout; run with 0.6.0."""
+"""flash-linear-attention's ops, read from a wheel of fla-core or a checkout; run with 0.6.0."""
 
 from collections.abc import Callable
 from typing import Any

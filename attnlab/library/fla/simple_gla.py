@@ -1,4 +1,4 @@
-"""Gated linear attention with one gate for each head, as of Mamba 2 and, with a constant gate, lightning attention."""
+"""Gated linear attention with one gate for each head; lightning attention is that with constant gates."""
 
 from attnlab.library.fla import ARGUMENTS, LEFT_OUT, RESULT
 from attnlab.library.op import StateOp
