@@ -91,6 +91,10 @@ class SourceRunner:
             raise KernelFailed(text_of(error, file)) from error
         names.update(arguments, returned=returned)
         output = evaluate(op.result, names)
+        if not isinstance(output, torch.Tensor) or output.shape != call.value.shape:
+            shape = list(getattr(output, "shape", ()))
+            text = f"its output has the shape {shape}, not that of the values, {list(call.value.shape)}"
+            raise KernelFailed(text)
         if op.states:
             states = evaluate(op.states, names)
         else:

@@ -1,6 +1,6 @@
-"""Explain wrong outputs of an op of linear attention: rules that fit, and what wrong weights have in common."""
+"""Explain wrong outputs of an op of linear attention by rules that give the same numbers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,6 @@ from attnlab.linear.run import Deviation, Runner, StateOutput, deviation
 from attnlab.linear.state_case import StateCall, StateCase, make_call
 from attnlab.linear.state_plan import Evaluated, StatePlan, Units, evaluate, right_plan
 from attnlab.linear.state_rules import StateRule, rules
-from attnlab.linear.state_xray import StateWeights, measure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
