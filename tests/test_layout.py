@@ -24,6 +24,7 @@ FOLDERS = (
     "defects",
     "weights",
     "diagnosis",
+    "linear",
     "mutation",
     "horizon",
     "checker",

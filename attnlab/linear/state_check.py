@@ -16,14 +16,15 @@ from attnlab.case.errors import (
     Unsupported,
 )
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Shown, json_fields, json_number
 from attnlab.diagnosis.claims import Claim
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import StateOp, package_of, state_ops_of
 from attnlab.linear.run import Runner, SourceRunner
 from attnlab.linear.state_case import StateCase, variants_of
 from attnlab.linear.state_claims import StateClaim, Trial, explain, fitting_scopes
-from attnlab.linear.state_facts import facts_of
+from attnlab.linear.state_facts import facts_of, weight_facts
+from attnlab.linear.state_xray import StateWeights, measure
 
 _FEWEST = 3  # wrong trials that an explanation rests on, if cases with other data can give them
 _MOST_TRIES = 24
@@ -153,19 +154,17 @@ def statements(trials: Sequence[Trial], run: Runner) -> Iterator[tuple[Claim, li
     wrong = [one for one in trials if one.is_wrong]
     more = list(_with_other_data(wrong, run)) if 0 < len(wrong) < _FEWEST else []
     claims, left = explain([*trials, *more])
-    while left:
-        if len(left) > 1:
-            yield facts_of(left, trials, run), left
-            break
+    facts: list[tuple[Claim, list[Trial]]] = []
+    if len(left) > 1:
+        facts = [(facts_of(left, trials, run), left)]
+    elif left:
         further = list(_with_other_data(left, run))
         again, rest = explain([*(one for one in trials if not one.is_wrong), *left, *further])
         claims += again
-        if again and left[0] not in rest:
-            break
-        wrong = [*left, *(one for one in further if one.is_wrong)]
-        yield facts_of(wrong, [*trials, *further], run), left
-        break
-    yield from claims
+        if left[0] in rest:
+            alike = [*left, *(one for one in further if one.is_wrong)]
+            facts = [(facts_of(alike, [*trials, *further], run), left)]
+    yield from [*claims, *facts]
 
 
 def _with_other_data(trials: Sequence[Trial], run: Runner) -> Iterator[Trial]:
@@ -250,4 +249,84 @@ def _smaller(case: StateCase) -> Iterator[StateCase]:
         try:
             yield case.replace(**step)
         except InvalidCase:
+            continue
+
+
+# One case: its weights, and what is wrong with it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class StateXRay(Shown):
+    """The effective weights of a case.
+
+    - ``status``: "right" or "wrong". ``sentences``: what is wrong, then what the weights show. ``worst``: the
+      largest error of an output or a state, ``worst_weight`` of a weight, as multiples of their bounds.
+    """
+
+    case: StateCase
+    source: str
+    status: str
+    sentences: tuple[str, ...]
+    worst: float
+    worst_weight: float
+    weights: StateWeights
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as values of strict JSON, with the sizes of the weights of each row by source."""
+        sizes = self.weights.by_source()
+        found = json_fields(self, without=("weights",))
+        for name in ("worst", "worst_weight"):
+            found[name] = json_number(getattr(self, name))
+        rows = [
+            {
+                "row": row,
+                "sources": [[json_number(w) for w in head] for head in sizes[row].tolist()],
+            }
+            for row in range(min(len(sizes), _MOST_ROWS))
+        ]
+        return {**found, "runs": self.weights.runs, "rows": rows}
+
+
+_MOST_ROWS = 64
+
+
+def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
+    """Measure the weights of a case on the op of a source, None for the installed package.
+
+    Where they are wrong, the same with other data and the hostile cases of the op confirm what is stated.
+    Raises Unavailable if there is no such source, and what the op raises.
+    """
+    op = case.record
+    found = find_source(source, package_of(op.library))
+    run = SourceRunner(source=found, platform=case.platform)
+    trial = Trial.of(case, run)
+    weights = measure(trial.call, run)
+    sentences = ["every output, state and weight is right, within rounding"]
+    is_right = not trial.is_wrong and weights.deviation.is_right
+    if not is_right:
+        others = [*_with_other_data([trial], run), *_variants(op, run)]
+        about = [
+            claim.text
+            for claim, explained in statements([trial, *others], run)
+            if trial in explained
+        ]
+        sentences = [one for one in about if one] or ["wrong, and nothing is common to such cases"]
+        sentences += [text for text in weight_facts(weights) if text not in sentences[0]]
+    return StateXRay(
+        case=case,
+        source=found.text(),
+        status="right" if is_right else "wrong",
+        sentences=tuple(sentences),
+        worst=trial.deviation.worst,
+        worst_weight=weights.deviation.worst,
+        weights=weights,
+    )
+
+
+def _variants(op: StateOp, run: Runner) -> Iterator[Trial]:
+    """Yield trials of the hostile cases that an op runs."""
+    for case in variants_of(op).values():
+        try:
+            yield Trial.of(case, run)
+        except AttnLabError:
             continue

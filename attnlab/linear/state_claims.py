@@ -178,15 +178,15 @@ def _scopes_of(trial: Trial, found: Deviation) -> set[str]:
 def explain(trials: Sequence[Trial]) -> tuple[list[tuple[Claim, list[Trial]]], list[Trial]]:
     """Return claims, each with the trials that it explains, and the wrong trials that no claim explains.
 
-    A claim explains at least two wrong trials.
+    A claim explains at least two wrong trials. Rules are looked for in the smallest.
     """
-    left = [one for one in trials if one.is_wrong]
-    fits: dict[int, list[tuple[StateRule, set[str]]]] = {
-        id(one): [(rule, found) for rule in rules() if (found := fitting_scopes(one, rule))]
-        for one in left
-    }
+    left = sorted((one for one in trials if one.is_wrong), key=lambda one: len(one.call.query))
+    fits: dict[int, _Fits] = {id(one): {} for one in left}
     claims: list[tuple[Claim, list[Trial]]] = []
     while len(left) > 1:
+        some = [rule for one in left[:_SMALLEST] for rule in _fits(one, rules(), fits)]
+        for one in left:
+            _fits(one, list(dict.fromkeys(some)), fits)
         best = _best(left, fits, trials)
         if best is None:
             break
@@ -196,22 +196,30 @@ def explain(trials: Sequence[Trial]) -> tuple[list[tuple[Claim, list[Trial]]], l
     return claims, left
 
 
+_SMALLEST = 3
+_Fits = dict[StateRule, set[str]]
+
+
+def _fits(one: Trial, some: Sequence[StateRule], fits: dict[int, _Fits]) -> list[StateRule]:
+    """Return which rules fit a trial, and note the scopes of each."""
+    known = fits[id(one)]
+    for rule in some:
+        if rule not in known:
+            known[rule] = fitting_scopes(one, rule)
+    return [rule for rule in some if known[rule]]
+
+
 def _best(
     left: Sequence[Trial],
-    fits: dict[int, list[tuple[StateRule, set[str]]]],
+    fits: dict[int, _Fits],
     trials: Sequence[Trial],
 ) -> tuple[StateClaim, list[Trial]] | None:
     """Return the claim that explains most trials, of those the simplest, or None."""
     found: list[tuple[int, str, StateRule, list[Trial]]] = []
     for scope in _SCOPES:
-        for rule in {
-            id(r): r for one in left for r, scopes in fits[id(one)] if scope in scopes
-        }.values():
-            explained = [
-                one
-                for one in left
-                if any(r.text == rule.text and scope in s for r, s in fits[id(one)])
-            ]
+        found_rules = dict.fromkeys(rule for one in left for rule in fits[id(one)])
+        for rule in found_rules:
+            explained = [one for one in left if scope in fits[id(one)].get(rule, ())]
             if len(explained) > 1:
                 found.append((len(explained), scope, rule, explained))
     if not found:

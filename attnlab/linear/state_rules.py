@@ -27,7 +27,7 @@ from attnlab.linear.state_plan import (
 _Edit = Callable[[StateCall, StatePlan], StatePlan]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateRule:
     """A clause that says what an op does, and the edit that does it. ``edit`` may return the plan itself."""
 
