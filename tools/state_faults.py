@@ -47,7 +47,7 @@ def by_rule(faults: list[dict[str, str]], sources: dict[str, Source], seed: int)
     """Yield faults by rule in the files of those by hand, in a drawn order without end."""
     draw = random.Random(seed)
     places = sorted({(one["op"], one["file"]) for one in faults})
-    while True:
+    while True:  # the caller ends it
         op, name = draw.choice(places)
         file = file_of(sources[STATE_OPS[op].library], name)
         text = file.read_text()
@@ -61,6 +61,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--source", action="append", required=True, metavar="LIBRARY=PATH")
+    parser.add_argument("--no-hand", action="store_true", help="only faults by rule")
     parser.add_argument("--rules", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
@@ -84,7 +85,7 @@ def main() -> None:
         print(json.dumps(done[-1])[:900], file=sys.stderr, flush=True)
         return bool(new)
 
-    for fault in faults:
+    for fault in [] if args.no_hand else faults:
         file = file_of(sources[STATE_OPS[fault["op"]].library], fault["file"])
         text = file.read_text()
         if text.count(fault["before"]) < 1:
@@ -95,7 +96,7 @@ def main() -> None:
             "hand",
         )
     count = 0
-    for fault, text in by_rule(faults, sources, args.seed):
+    for fault, text in by_rule(faults, sources, args.seed) if args.rules else ():
         count += add(fault, text, "rule")
         if count >= args.rules:
             break

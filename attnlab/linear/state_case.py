@@ -296,6 +296,7 @@ def _raw_gate(case: StateCase, drawn: torch.Tensor, draw: torch.Generator) -> to
 # Cases that are hostile to ops of linear attention.
 
 _PREFILLS: dict[str, dict[str, Any]] = {
+    "few tokens": {"query_lens": (3, 1, 5)},
     "lengths before, at and after the end of a chunk": {"query_lens": (63, 64, 65, 1)},
     "several chunks, and a part of one": {"query_lens": (150, 2)},
     "a sequence without a token": {"query_lens": (5, 0, 66)},
@@ -317,7 +318,8 @@ _DECODES: dict[str, dict[str, Any]] = {
     "fewer tokens than slots": {"query_lens": (4, 2, 1), "spec_tokens": 4},
     "a sequence without a token": {"query_lens": (3, 0, 3), "spec_tokens": 3},
     "speculative tokens, and a sequence without a slot": {
-        **{"query_lens": (3, 3, 3), "spec_tokens": 3},
+        "query_lens": (3, 3, 3),
+        "spec_tokens": 3,
         "skipped": 1,
     },
     "values of other width than keys": {"query_lens": (1, 1), "head_v_dim": 64},

@@ -200,11 +200,12 @@ def _finding(
     small = _shrunk(small, claim, run)
     output = bool(small.deviation.rows.any())
     is_rule = isinstance(claim, StateClaim)
-    known = claim.text if is_rule or claim.said else "nothing is common to all wrong cases"
+    known = claim.text if is_rule else f"no rule explains it: {claim.text}"
+    known = known if claim.said else "no rule explains it"
     return StateFinding(
         op=op.name,
         kind="wrong_output" if output else "wrong_state",
-        title=known if is_rule else f"no rule explains it: {known}",
+        title=known,
         is_rule=is_rule,
         case=small.case,
         reasons=tuple(reasons[id(one)] for one in explained if id(one) in reasons),

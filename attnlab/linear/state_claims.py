@@ -138,7 +138,7 @@ def fitting_scopes(trial: Trial, rule: StateRule, is_sure: bool = True) -> set[s
         plan = rule.edit(trial.call, trial.plan)
     except (IndexError, RuntimeError):
         return set()
-    quick = evaluate(plan)
+    quick = evaluate(plan.in_large_chunks)
     if is_sure and plan is trial.plan:
         return set()
     rough = Evaluated(

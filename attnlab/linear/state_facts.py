@@ -25,23 +25,29 @@ _MOST_LANES = 600  # of a case that is measured
 
 
 def facts_of(trials: Sequence[Trial], every: Sequence[Trial], run: Runner) -> WeightFacts:
-    """Return the facts that hold in all of some wrong trials, and do not ask for a wrong result of a right
-    one of ``every``. The weights of the two smallest are measured.
+    """Return the facts that hold in most of some wrong trials, and do not ask for a wrong result of a right
+    one of ``every``. The weights of the three smallest are measured.
     """
     right = [one.call.query_start_loc.diff().long() for one in every if not one.is_wrong]
-    shared: list[str] | None = None
-    for one in trials:
-        found = list(_of_result(one))
-        shared = found if shared is None else [fact for fact in shared if fact in found]
+    facts = _common([list(_of_result(one)) for one in trials], "cases")
     for words, which in _SEQUENCES.items():
-        if shared and words in shared and any(bool(which(lens).any()) for lens in right):
-            shared.remove(words)
+        if any(bool(which(lens).any()) for lens in right):
+            facts = [fact for fact in facts if not fact.startswith(words)]
     small = [one for one in trials if _lanes(one) <= _MOST_LANES and bool(one.deviation.rows.any())]
-    measured: list[str] | None = None
-    for one in sorted(small, key=_lanes)[:2]:
-        found = list(weight_facts(measure(one.call, run)))
-        measured = found if measured is None else [fact for fact in measured if fact in found]
-    return WeightFacts(cases=len(trials) - 1, facts=(*(shared or ()), *(measured or ())))
+    small.sort(key=lambda one: (one.call.num_seqs < 2, _lanes(one)))
+    found = [list(weight_facts(measure(one.call, run))) for one in small[:3]]
+    return WeightFacts(cases=len(trials) - 1, facts=(*facts, *_common(found, "measured cases")))
+
+
+def _common(found: Sequence[Sequence[str]], noun: str) -> list[str]:
+    """Return the facts that hold in more than half of some cases, with their number if not in all."""
+    every = dict.fromkeys(fact for one in found for fact in one)
+    counts = {fact: sum(fact in one for one in found) for fact in every}
+    return [
+        fact if count == len(found) else f"{fact} (in {count} of {len(found)} {noun})"
+        for fact, count in counts.items()
+        if 2 * count > len(found)
+    ]
 
 
 def _lanes(trial: Trial) -> int:

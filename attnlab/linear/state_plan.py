@@ -40,7 +40,8 @@ class StatePlan:
     - ``continues``: sequences begin from the last state of the sequence before. ``begins_again``: chunks
       begin from the state before the call. ``read_states``: what is loaded, if not ``states``.
       ``late_gate``: a token's gate multiplies the token, too. ``no_read``: the output does not read the state
-      before the chunk; ``no_held``: the delta rule does not.
+      before the chunk; ``no_held``: the delta rule does not. ``loses_state``: the state before a chunk is not
+      added to that after it.
     - ``written``: [tokens] bool, which rows of the output are written. ``zeros``: [tokens] bool, which of
       them are 0.
     - ``delta``: it is a delta rule. ``chunk``: tokens that are computed together. ``missing``: parts that are
@@ -67,12 +68,26 @@ class StatePlan:
     late_gate: bool = False
     no_read: bool = False
     no_held: bool = False
+    loses_state: bool = False
     read_states: torch.Tensor | None = None
     missing: frozenset[str] = frozenset()
 
     def replace(self, **changes: object) -> "StatePlan":
         """Return the plan with other values of some fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def in_large_chunks(self) -> "StatePlan":
+        """Return the plan in chunks that compute fast, if the result does not depend on their size."""
+        edits = (self.begins_again, self.late_gate, self.no_read, self.no_held, self.loses_state)
+        is_fixed = self.missing or any(edits) or self.stops_inside
+        return self if is_fixed else self.replace(chunk=_FAST)
+
+    @property
+    def stops_inside(self) -> bool:
+        """Answer whether a state is stored before the last token of a sequence."""
+        pairs = zip(self.starts, self.starts[1:], self.stores, strict=False)
+        return any(count not in (0, b - a) for a, b, one in pairs for count, _ in one)
 
     def without(self, *parts: str) -> "StatePlan":
         """Return the plan without some parts."""
@@ -231,7 +246,7 @@ class _Chunk:
         )
         beta = plan.beta[rows].T[..., None]
         total = gate.cumsum(1)
-        self._last = _or_one(plan, CARRY_GATE, total[:, -1].exp())
+        self._last = _or_one(plan, CARRY_GATE, total[:, -1].exp()) * (not plan.loses_state)
         between = total[:, :, None] - total[:, None]
         order = torch.ones(*between.shape[1:3], dtype=torch.bool).tril()
         between = torch.where(order[..., None], between, 0.0).exp()
@@ -337,6 +352,7 @@ class _Chunk:
 
 # How many times the root of the summed squares of the errors an error may be; the same of the last rounding;
 # and numbers below float32's smallest.
+_FAST = 32
 _SIGMAS, _STORED, _LEAST = 4.0, 1.25, 1e-30
 
 

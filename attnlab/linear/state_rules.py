@@ -348,16 +348,20 @@ def _chunks() -> Iterator[tuple[str, _Edit]]:
             f"every {size} tokens begin from the state before the call",
             lambda call, plan, size=size: plan.replace(chunk=size, begins_again=True),
         )
+    yield (
+        "the state before a chunk is not added to that after it",
+        lambda call, plan: plan.replace(loses_state=plan.chunk > 1),
+    )
     for part in (INNER, SCORES, INNER_GATE, SCORES_GATE, NEW_GATE, CARRY_GATE, READ_GATE):
         yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
     yield f"missing: {HELD_GATE}", lambda call, plan: _in_chunks(plan, HELD_GATE)
     yield (
         "missing: the gate from the beginning of a chunk, and the state of the chunks before, in the output",
-        lambda call, plan: plan.replace(no_read=True),
+        lambda call, plan: plan.replace(no_read=plan.chunk > 1),
     )
     yield (
         "what the state before the chunk already holds of a key is not subtracted",
-        lambda call, plan: plan.replace(no_held=True),
+        lambda call, plan: plan.replace(no_held=plan.chunk > 1),
     )
 
 
