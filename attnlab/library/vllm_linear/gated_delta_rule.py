@@ -36,19 +36,20 @@ RECURRENT = StateOp(
     skips="rows",
     left_out={"inplace_final_state False": "a state for each token, in the order of the tokens"},
 )
+_SIGMOID = {
+    **{"q": "query[None]", "k": "key[None]", "v": "value[None]", "scale": "scale"},
+    **{"cu_seqlens": "query_start_loc", "use_qk_l2norm_in_kernel": "use_norm"},
+    **{"A_log": "A_log", "a": "a", "b": "b", "dt_bias": "dt_bias"},
+    **SLOTS,
+    "num_accepted_tokens": "num_accepted_tokens",
+}
 SIGMOID = StateOp(
     name="vllm_fused_sigmoid_gating_delta_rule_update",
     summary="the gated delta rule, one token after the other, with gate and beta computed in the kernel",
     library="vllm_linear",
     module="fused_sigmoid_gating",
     python_name="fused_sigmoid_gating_delta_rule_update",
-    arguments={
-        **{"q": "query[None]", "k": "key[None]", "v": "value[None]", "scale": "scale"},
-        **{"cu_seqlens": "query_start_loc", "use_qk_l2norm_in_kernel": "use_norm"},
-        **{"A_log": "A_log", "a": "a", "b": "b", "dt_bias": "dt_bias"},
-        **SLOTS,
-        "num_accepted_tokens": "num_accepted_tokens",
-    },
+    arguments=_SIGMOID,
     result="returned[0][0]",
     states="states",
     raw_gate=True,
@@ -77,4 +78,20 @@ PACKED = StateOp(
     slots=True,
     one_token=True,
     skips="zeros",
+)
+SIGMOID_KDA = StateOp(
+    name="vllm_fused_sigmoid_gating_delta_rule_update_kda",
+    summary="the same with is_kda: a gate for each element of the key",
+    library="vllm_linear",
+    module="fused_sigmoid_gating",
+    python_name="fused_sigmoid_gating_delta_rule_update",
+    arguments={**_SIGMOID, "is_kda": "True"},
+    result="returned[0][0]",
+    states="states",
+    gate="key",
+    raw_gate=True,
+    state_dtypes=("float32", "bfloat16"),
+    slots=True,
+    num_accepted=True,
+    skips="rows",
 )
