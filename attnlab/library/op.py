@@ -329,7 +329,7 @@ class StateOp:
 
     - ``name``, ``summary``, ``library``, ``module``, ``python_name``, ``left_out``: as of :class:`Op`.
     - ``arguments``: the value of each parameter, as an expression in the names of
-      :class:`attnlab.linear.case.StateCall`. A parameter that the function lacks is not passed.
+      :class:`attnlab.linear.state_call.StateCall`. A parameter that the function lacks is not passed.
     - ``result``, ``states``: expressions in these names, the arguments, and ``returned``: the output, and the
       states of all slots after the call; or ``final``, the final states of the sequences.
     - ``gate``: "head", one number; "key", one for each element of the key. ``raw_gate``: the op computes the

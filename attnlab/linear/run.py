@@ -18,7 +18,7 @@ from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.backend import is_stated, one_line
 from attnlab.kernels.vllm.loader import OnCpu
 from attnlab.kernels.vllm.source import Source
-from attnlab.linear.state_case import StateCall
+from attnlab.linear.state_call import StateCall
 from attnlab.linear.state_plan import Evaluated, StatePlan, Units, right_plan
 from attnlab.linear.state_plan import evaluate as evaluate_plan
 

@@ -28,6 +28,7 @@ from attnlab.linear.state_xray import StateWeights, measure
 
 _FEWEST = 3  # wrong trials that an explanation rests on, if cases with other data can give them
 _MOST_TRIES = 24
+_OUTSIDE = "a kernel accesses memory outside of its tensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -202,6 +203,12 @@ def _finding(
     is_rule = isinstance(claim, StateClaim)
     known = claim.text if is_rule else f"no rule explains it: {claim.text}"
     known = known if claim.said else "no rule explains it"
+    if any(one.found.log.outside for one in explained):
+        known = (
+            f"{_OUTSIDE}; the numbers here are as if: {known}"
+            if is_rule
+            else f"{_OUTSIDE}; {known}"
+        )
     return StateFinding(
         op=op.name,
         kind="wrong_output" if output else "wrong_state",

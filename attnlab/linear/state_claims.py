@@ -8,7 +8,8 @@ import torch
 
 from attnlab.diagnosis.claims import Claim
 from attnlab.linear.run import Deviation, Runner, StateOutput, deviation
-from attnlab.linear.state_case import StateCall, StateCase, make_call
+from attnlab.linear.state_call import StateCall, make_call
+from attnlab.linear.state_case import StateCase
 from attnlab.linear.state_plan import Evaluated, StatePlan, Units, evaluate, right_plan
 from attnlab.linear.state_rules import StateRule, rules
 

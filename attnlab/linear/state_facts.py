@@ -8,7 +8,7 @@ from attnlab.linear.run import Runner
 from attnlab.linear.state_claims import Trial, WeightFacts
 from attnlab.linear.state_xray import StateWeights, measure
 
-_SEQUENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
     "the wrong sequences are those after a sequence without a token": lambda lens: (
         ((lens == 0).cumsum(0) > 0) & (lens > 0)
     ),

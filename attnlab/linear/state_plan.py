@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.linear.state_case import NONE, NORM, StateCall
+from attnlab.linear.state_call import NONE, StateCall
 
 # Parts of the computation that an edit can leave out, in words.
 INNER = "what the values of a chunk's earlier tokens already hold of a key"
@@ -303,7 +303,8 @@ class _Chunk:
 
     def _values(self, state: torch.Tensor) -> torch.Tensor:
         """Return the values that the tokens add to the state, [heads, tokens, value_size]."""
-        return self._new - self._held @ state.mT
+        found: torch.Tensor = self._new - self._held @ state.mT
+        return found
 
     def _values_error(self, state: torch.Tensor) -> torch.Tensor:
         """Return the variance of the values, without that of the state before the chunk."""
@@ -312,7 +313,8 @@ class _Chunk:
         fine, operand = units.fine**2, units.operand**2
         held = self._held_error + (fine + operand) * self._held.square()
         own = (fine + operand) * self._values(state).square()
-        return self._new_error + held @ square + own
+        found: torch.Tensor = self._new_error + held @ square + own
+        return found
 
     def output(self, state: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the output and their bounds, each [tokens, heads, value_size].
@@ -353,6 +355,7 @@ class _Chunk:
 # How many times the root of the summed squares of the errors an error may be; the same of the last rounding;
 # and numbers below float32's smallest.
 _FAST = 32
+NORM = 1e-6  # what all ops add to the square of the length of a query or key
 _SIGMAS, _STORED, _LEAST = 4.0, 1.25, 1e-30
 
 

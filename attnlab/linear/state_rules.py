@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.linear.state_case import NONE, StateCall
+from attnlab.linear.state_call import NONE, StateCall
 from attnlab.linear.state_plan import (
     CARRY,
     CARRY_GATE,
@@ -24,7 +24,7 @@ from attnlab.linear.state_plan import (
     right_plan,
 )
 
-_Edit = Callable[[StateCall, StatePlan], StatePlan]
+_Edit = Callable[..., StatePlan]  # of a call and its right plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

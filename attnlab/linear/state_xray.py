@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.linear.run import Deviation, Runner, deviation
-from attnlab.linear.state_case import StateCall
+from attnlab.linear.state_call import StateCall
 from attnlab.linear.state_plan import Evaluated, StatePlan, Units, evaluate, right_plan
 from attnlab.weights.codes import one_hot, random_codes
 
@@ -59,7 +59,8 @@ class StateWeights:
 
     def _of_slots(self, weights: torch.Tensor) -> torch.Tensor:
         slots, keys = len(self.call.states), self.call.key.shape[-1]
-        return weights[..., self.tokens :].unflatten(-1, (slots, keys)).norm(dim=-1)
+        found: torch.Tensor = weights[..., self.tokens :].unflatten(-1, (slots, keys)).norm(dim=-1)
+        return found
 
 
 def coded_plan(call: StateCall, plan: StatePlan) -> StatePlan:

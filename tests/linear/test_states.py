@@ -10,7 +10,8 @@ from attnlab.cli.main import main
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import package_of
 from attnlab.linear.run import ModelRunner, SourceRunner, compare
-from attnlab.linear.state_case import STATE_OPS, StateCase, make_call, plain_fields, variants_of
+from attnlab.linear.state_call import make_call
+from attnlab.linear.state_case import STATE_OPS, StateCase, plain_fields, variants_of
 from attnlab.linear.state_check import check_op, check_states, statements, xray_state
 from attnlab.linear.state_claims import Trial
 from attnlab.linear.state_plan import Units, evaluate, right_plan
@@ -247,6 +248,7 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ("place = (n * HV", "place = ((n ^ 1) * HV", None),
         ("head // (HV // H)", "head % H", "modulo the number of key heads"),
         ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
+        ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
         ("        tl.store(o", "        if i < 64:\n            tl.store(o", "that of token 64"),
     ],
 )

@@ -11,7 +11,7 @@ ARGUMENTS = {
     **{"cu_seqlens": "query_start_loc.long()", "output_final_state": "True"},
     "initial_state": "key_first(initial_states)",
 }
-RESULT = {"result": "returned[0][0]", "final": "key_first(returned[1])"}
+RESULT, FINAL = "returned[0][0]", "key_first(returned[1])"
 LEFT_OUT = {
     "batches of sequences of one length": "without cu_seqlens",
     "state_v_first": "states with the values first",

@@ -1,6 +1,6 @@
 """The gated delta rule of Qwen3-Next: one gate and one beta for each value head."""
 
-from attnlab.library.fla import ARGUMENTS, LEFT_OUT, RESULT
+from attnlab.library.fla import ARGUMENTS, FINAL, LEFT_OUT, RESULT
 from attnlab.library.op import StateOp
 
 _GATED = {
@@ -14,7 +14,8 @@ RECURRENT = StateOp(
     module="gated_delta_rule/fused_recurrent",
     python_name="fused_recurrent_gated_delta_rule",
     arguments=_GATED,
-    **RESULT,
+    result=RESULT,
+    final=FINAL,
     left_out={**LEFT_OUT, "gk, gv": "gates for elements of keys and values"},
 )
 CHUNK = StateOp(
@@ -24,7 +25,8 @@ CHUNK = StateOp(
     module="gated_delta_rule/chunk",
     python_name="chunk_gated_delta_rule",
     arguments=_GATED,
-    **RESULT,
+    result=RESULT,
+    final=FINAL,
     chunk=64,
     left_out={**LEFT_OUT, "cp_context": "sequences that several GPUs share"},
 )

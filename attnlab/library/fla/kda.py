@@ -1,6 +1,6 @@
 """Kimi delta attention: the gated delta rule with a gate for each element of the key."""
 
-from attnlab.library.fla import ARGUMENTS, LEFT_OUT, RESULT
+from attnlab.library.fla import ARGUMENTS, FINAL, LEFT_OUT, RESULT
 from attnlab.library.op import StateOp
 
 _GATED = {
@@ -14,7 +14,8 @@ RECURRENT = StateOp(
     module="kda/fused_recurrent",
     python_name="fused_recurrent_kda",
     arguments=_GATED,
-    **RESULT,
+    result=RESULT,
+    final=FINAL,
     gate="key",
     left_out=LEFT_OUT,
 )
@@ -25,7 +26,8 @@ CHUNK = StateOp(
     module="kda/chunk",
     python_name="chunk_kda",
     arguments=_GATED,
-    **RESULT,
+    result=RESULT,
+    final=FINAL,
     gate="key",
     chunk=64,
     left_out={**LEFT_OUT, "cp_context": "sequences that several GPUs share"},

@@ -1,6 +1,6 @@
 """Gated linear attention with one gate for each head; lightning attention is that with constant gates."""
 
-from attnlab.library.fla import ARGUMENTS, LEFT_OUT, RESULT
+from attnlab.library.fla import ARGUMENTS, FINAL, LEFT_OUT, RESULT
 from attnlab.library.op import StateOp
 
 _GATED = {**ARGUMENTS, "g": "gate[None]"}
@@ -11,7 +11,8 @@ RECURRENT = StateOp(
     module="simple_gla/fused_recurrent",
     python_name="fused_recurrent_simple_gla",
     arguments=_GATED,
-    **RESULT,
+    result=RESULT,
+    final=FINAL,
     delta=False,
     norms=False,
     groups=False,
@@ -24,7 +25,8 @@ CHUNK = StateOp(
     module="simple_gla/chunk",
     python_name="chunk_simple_gla",
     arguments=_GATED,
-    **RESULT,
+    result=RESULT,
+    final=FINAL,
     delta=False,
     norms=False,
     groups=False,
