@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.horizon.launch import Launch, read_launches
-from attnlab.horizon.solve import KernelHorizon, kernel_horizon
 from attnlab.horizon.source import load_kernels
-from attnlab.horizon.survey import LAUNCHES
+from attnlab.horizon.survey import LAUNCHES, KernelHorizon, kernel_horizon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

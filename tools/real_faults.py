@@ -55,7 +55,6 @@ from typing import Any
 
 import source_mutation
 import torch
-from fault_lines import RANKS, rank_name, rank_of
 from fault_verification import (
     SoundRuns,
     answer_of,
@@ -80,6 +79,7 @@ from attnlab.diagnosis.location.trials import FULL
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes
+from attnlab.kernels.triton.kernel_text import enclosing_statement
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
 from attnlab.show import sheets
@@ -89,6 +89,7 @@ HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
 HELPERS = "triton_attention_helpers.py"  # functions that the kernels of newer releases share
 HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
 LIMIT_S = 420.0  # processor time of a mutant
+RANKS = ("first", "in the first 3", "in the first 10", "listed later", "not listed", "no line")
 
 
 def main() -> None:
@@ -557,6 +558,20 @@ def place_of(order: dict[str, Any], root: Path, located: list[list[Any]]) -> dic
     found = [rank_of(lines, file.read_text(), line) for line in planted]
     at = min((one for one in found if one is not None), default=None)
     return {"rank": rank_name(at, len(lines)), "at": at, "located_lines": lines}
+
+
+def rank_of(lines: list[int], text: str, line: int) -> int | None:
+    """Return the place, from 1, of the first listed line in the statement of the planted one, or None."""
+    planted = enclosing_statement(text, line)
+    places = [at for at, line in enumerate(lines, 1) if line in planted]
+    return places[0] if places else None
+
+
+def rank_name(at: int | None, count: int) -> str:
+    """Return the class of a place in a list of lines."""
+    if at is None:
+        return RANKS[4] if count else RANKS[5]
+    return RANKS[0] if at == 1 else RANKS[1] if at <= 3 else RANKS[2] if at <= 10 else RANKS[3]
 
 
 def print_summary(path: Path) -> None:

@@ -134,7 +134,7 @@ RULES = (
     ),
     Rule(
         pattern=r"writes --source",
-        reason="compiles vLLM's kernels; tests/lab/test_cuda_write.py does",
+        reason="compiles vLLM's kernels; tests/lab/test_check_write.py does",
     ),
     Rule(pattern=r"fetch (--sdist )?0", reason="downloads up to 500 MB"),
     Rule(
@@ -196,7 +196,7 @@ RULES = (
     Rule(pattern=r"^attnlab (run|compare|page).*--source", reason="", added="", marker="releases"),
     Rule(
         pattern=r"^attnlab new-investigation",
-        reason="needs a call that fails; tests/replay/test_new_investigation.py runs it",
+        reason="needs a call that fails; tests/replay/test_replay_call.py runs it",
     ),
     Rule(pattern=r"^attnlab compare", reason="", added="--random 2", marker="slow"),
 )

@@ -118,9 +118,10 @@ def named_extra(what: str) -> Iterator[None]:
         ) from error
 
 
-def check_installed(package: str, what: str) -> None:
-    """Raise Unavailable, with the extra to install, if a package is missing; do not import it."""
-    with named_extra(what):
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a folder of that name has no origin
-            raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+def check_installed(what: str, *packages: str) -> None:
+    """Raise Unavailable, with the extra to install, if a package is missing; do not import them."""
+    for package in packages:
+        with named_extra(what):
+            found = importlib.util.find_spec(package)
+            if found is None or found.origin is None:  # a folder of that name has no origin
+                raise ModuleNotFoundError(f"No module named '{package}'", name=package)

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 # Of a line with the step of long work in a notebook, which is empty at the end; pages leave it out.
 STEP_MIME = "application/vnd.attnlab.step+json"
@@ -104,3 +104,15 @@ def json_fields(noun: Any, *more: str, without: Collection[str] = ()) -> dict[st
         name: json_value(value() if inspect.ismethod(value) else value)
         for name, value in found.items()
     }
+
+
+class Document:
+    """A dataclass with a document of strict JSON: its fields, more attributes, and without some fields."""
+
+    __slots__ = ()
+    _more: ClassVar[tuple[str, ...]] = ()
+    _without: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object as values of strict JSON (:func:`json_fields`)."""
+        return json_fields(self, *self._more, without=self._without)

@@ -143,7 +143,7 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
         return _check_cache(lab, backend, case, run)
     if case.op_argument != NONE:
         return _check_argument(lab, backend, case, run)
-    diagnosis = _diagnose(lab, case, run.output)
+    diagnosis = _located(lab, case, run.output)
     if diagnosis.is_wrong:
         return _stated(
             (lab, backend),
@@ -154,7 +154,7 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
         return None
     garbage = case.replace(empty_slots="garbage")
     output = run_case(lab, backend, garbage).output
-    of_garbage = _diagnose(lab, garbage, output)
+    of_garbage = _located(lab, garbage, output)
     if not of_garbage.is_wrong and bool(rows_equal(run.output, output).all()):
         return None
     return _stated(
@@ -382,7 +382,7 @@ def _wrong_if_plainer(lab: Lab, backend: Backend, case: Case, **plain_field: Any
     """Return the fault of the output of a Case with the plain value of a field, or None."""
     plain = case.replace(**plain_field)
     output = run_case(lab, backend, plain).output
-    diagnosis = _diagnose(lab, plain, output)
+    diagnosis = _located(lab, plain, output)
     return _wrong_output(lab, backend, plain, output, diagnosis) if diagnosis.is_wrong else None
 
 
@@ -398,7 +398,13 @@ def _is_correct(lab: Lab, backend: Backend, case: Case) -> bool:
     run = run_case(lab, backend, case)
     if case.spec.writes_cache or case.op_argument != NONE:
         return not _output_errors(lab, case, run.output).mismatched
-    return not _diagnose(lab, case, run.output).is_wrong
+    return not _located(lab, case, run.output).is_wrong
+
+
+def _located(lab: Lab, case: Case, output: torch.Tensor) -> Diagnosis:
+    """Return whether an output is wrong, and where: the diagnosis without candidates and patterns."""
+    found = examine(lab, case, output, (), Pattern()).diagnosis
+    return dataclasses.replace(found, tolerance=case.tolerance)
 
 
 def _diagnose(lab: Lab, case: Case, output: torch.Tensor) -> Diagnosis:
@@ -413,6 +419,7 @@ def _finding(case: Case, kind: str, evidence: str, diagnosis: str) -> Finding:
 # Shrink a finding: search for a smaller Case that shows the same fault or observation.
 
 MAX_TRIES = 40
+_FEWER = "fewer:"  # begins the names of steps to fewer sequences or heads
 # The plain value of each feature that a Case may not need, in the order in which they are removed.
 _PLAIN = {
     "freed": "kept",
@@ -429,26 +436,30 @@ _PLAIN = {
 }
 
 
-@remembering()
 def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
     """Return the same finding at a smaller Case.
 
-    The search is greedy: it takes the first smaller Case that still shows the finding, and starts again
-    from there. It stops when no step succeeds, or after 40 tries. It does not depend on time, so that
+    The search is greedy: it takes the first smaller Case that still shows the finding, and goes on from there
+    with the steps that have not failed. Steps to fewer heads and sequences are tried again at once, others
+    when no step is left. It stops when none succeeds, or after 40 tries. It does not depend on time, so that
     every machine returns the same Case.
     """
-    tries = 0
-    is_smaller = True
-    while is_smaller and tries < MAX_TRIES:
-        is_smaller = False
-        for case in _smaller_cases(finding.case):
-            tries += 1
-            if tries > MAX_TRIES:
+    with remembering(finding):
+        failed, is_smaller = set[str](), True
+        for _ in range(MAX_TRIES):
+            steps = _smaller_cases(finding.case)
+            name, case = next((step for step in steps if step[0] not in failed), ("", None))
+            if case is None and failed and is_smaller:
+                failed, is_smaller = set(), False
+                name, case = next(_smaller_cases(finding.case), ("", None))
+            if case is None:
                 break
             same = _same_finding(lab, backend, finding, case)
-            if same is not None:
+            if same is None:
+                failed.add(name)
+            else:
+                failed = {one for one in failed if not one.startswith(_FEWER)}
                 finding, is_smaller = same, True
-                break
     return finding
 
 
@@ -478,47 +489,47 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
     )
 
 
-def _smaller_cases(case: Case) -> Iterator[Case]:
-    """Yield Cases that are smaller or plainer by one step, the largest steps first."""
-    for step in (*_fewer(case), *_plainer(case), *_shorter(case)):
+def _smaller_cases(case: Case) -> Iterator[tuple[str, Case]]:
+    """Yield Cases that are smaller or plainer by one step, the largest steps first, with the step's name."""
+    for name, step in (*_fewer(case), *_plainer(case), *_shorter(case)):
         try:
             smaller = case.replace(**{"num_blocks": None, **step})
-            yield smaller.replace(num_blocks=smaller.total_blocks + 1)
+            yield name, smaller.replace(num_blocks=smaller.total_blocks + 1)
         except InvalidCase:
             continue
 
 
-def _fewer(case: Case) -> Iterator[dict[str, Any]]:
+def _fewer(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield steps to one sequence, one KV head, one query head."""
     query_lens, ctx_lens = case.lengths.query_lens, case.lengths.ctx_lens
     if len(query_lens) > 1:
         for i in range(len(query_lens)):
             one = {"query_lens": query_lens[i : i + 1], "ctx_lens": ctx_lens[i : i + 1]}
-            yield {**one, **data_of_seq(case, i)}
+            yield f"{_FEWER} {i}", {**one, **data_of_seq(case, i)}
     if case.num_kv_heads > 1:
-        yield {"num_heads": case.num_queries_per_kv}
+        yield f"{_FEWER} KV heads", {"num_heads": case.num_queries_per_kv}
     if case.num_queries_per_kv > 1:
-        yield {"num_heads": 1, "num_queries_per_kv": 1}
+        yield f"{_FEWER} heads", {"num_heads": 1, "num_queries_per_kv": 1}
 
 
-def _plainer(case: Case) -> Iterator[dict[str, Any]]:
+def _plainer(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield steps that remove one feature."""
     for field, plain in _PLAIN.items():
         if getattr(case, field) != plain:
-            yield {field: plain}
+            yield field, {field: plain}
     if case.mask != CAUSAL:
-        yield {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)}
+        yield "mask", {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)}
         if case.sliding_window > 1:
-            yield {"sliding_window": case.sliding_window // 2}
+            yield "half a window", {"sliding_window": case.sliding_window // 2}
     if case.softcap is not None:
-        yield {"softcap": None}
+        yield "softcap", {"softcap": None}
     if case.kv_cache_dtype != "auto":
-        yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+        yield "kv_cache_dtype", {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
     if case.head_size > 32:
-        yield {"head_size": 32}
+        yield "head_size", {"head_size": 32}
 
 
-def _shorter(case: Case) -> Iterator[dict[str, Any]]:
+def _shorter(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield steps that shorten a single sequence: half of its new tokens, half of its context, or one less.
 
     The data of a mask follow from the new lengths, if they were not given; otherwise, and as a second try,
@@ -527,19 +538,25 @@ def _shorter(case: Case) -> Iterator[dict[str, Any]]:
     if len(case.lengths.query_lens) > 1:
         return
     query_len, ctx_len = case.lengths.query_lens[0], case.lengths.ctx_lens[0]
-    lens = [(query_len // 2, ctx_len), (query_len, ctx_len // 2), (query_len, ctx_len - 1)]
+    lens = {
+        "half of the new tokens": (query_len // 2, ctx_len),
+        "half of the context": (query_len, ctx_len // 2),
+        "one less of the context": (query_len, ctx_len - 1),
+    }
     if case.mask != CAUSAL:  # a fault of a mask often needs the first and the last row of a range
-        lens.append((query_len - 1, ctx_len))
+        lens["one new token less"] = (query_len - 1, ctx_len)
     is_given = any(getattr(case, name) is not None for name in DATA_OF_LENGTHS)
-    for shorter in dict.fromkeys(lens):
-        if shorter[0] < 1 or shorter[1] < 0 or shorter == (query_len, ctx_len):
+    seen = {(query_len, ctx_len)}
+    for name, shorter in lens.items():
+        if shorter[0] < 1 or shorter[1] < 0 or shorter in seen:
             continue
+        seen.add(shorter)
         step = {"query_lens": shorter[:1], "ctx_lens": shorter[1:]}
         data = data_of_lengths(case, *shorter)
         if not is_given or not data:
-            yield step
+            yield name, step
         if data:
-            yield {**step, **data}
+            yield f"{name}, data cut", {**step, **data}
 
 
 # The job of a check: run a case, or shrink a finding, in a worker that keeps what cases share.

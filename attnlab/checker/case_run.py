@@ -20,6 +20,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import (
     AttnLabError,
     DeviceLost,
+    InvalidCase,
     KernelFailed,
     KernelRejected,
     OutOfMemory,
@@ -167,7 +168,7 @@ def source_digest(backend: Backend) -> str:
         return _digest(backend.source.root, source_files(backend.source.root))
     if isinstance(backend, PluginBackend) and backend.file is not None:
         file = Path(backend.file)
-        return _digest(file.parent, _with_imports(file))
+        return _digest(file.parent, with_imports(file))
     return ""
 
 
@@ -194,19 +195,38 @@ def _digest(root: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _with_imports(file: Path) -> set[Path]:
-    """Return a file and the files of its folder that it imports, directly or not."""
+def with_imports(file: Path, folders: Mapping[str, Path] | None = None) -> set[Path]:
+    """Return a file and the files that it imports, directly or not: of its folder, and of ``folders``.
+
+    ``folders``: by the name of the package. Raises InvalidCase for a file that is no Python.
+    """
     found, new = set[Path](), {file}
     while new:
         path = new.pop()
         found.add(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module] if node.module else [alias.name for alias in node.names]
-            paths = {file.parent / f"{name.split('.')[0]}.py" for name in names}
-            new |= {path for path in paths if path.is_file()} - found
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError as error:
+            raise InvalidCase(f"{path} is no Python: {error.msg}", field="source") from error
+        places = {**(folders or {}), "": path.parent}
+        for name in (name for node in ast.walk(tree) for name in _imported(node)):
+            package, _, leaf = name.rpartition(".")
+            candidate = places[package] / f"{leaf}.py" if package in places else None
+            if candidate is not None and candidate.is_file() and candidate not in found:
+                new.add(candidate)
     return found
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the modules that an import statement may import; a relative one without its package."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = "" if node.level else node.module or ""
+    if node.level:  # "from .name import x" and "from . import name"
+        return [node.module] if node.module else [alias.name for alias in node.names]
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
 # Forms: how many cases of an op ran which kernels, such as unified_attention in one part or in several.
@@ -323,6 +343,7 @@ def observations(case: Case, memory: MemoryReport | None) -> Iterable[Finding]:
 # which the name that an output alone suggests does not ensure.
 
 MOST_SEARCHES = 4  # for rules, while one finding is shrunk
+_UNNAMED = ("described", "unexplained")  # diagnoses without a defect or a rule
 _MOST_REFUSALS = 2  # cases of one finding in which a name is tried and not confirmed
 _XRAY_S = 3.0  # time for the search for a description
 _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
@@ -331,15 +352,15 @@ _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
 class Rules:
     """What was found out about the cases of one finding; ``confirmed`` and ``label`` mutate it.
 
-    ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays;
-    ``searches``: how often something new was looked for. ``names``: defects that further cases confirmed;
-    ``refused``: how often they did not.
+    ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays.
+    ``names``: defects that further cases confirmed;
+    ``refused``: how often they did not. ``searches``: how often something new may be looked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, searches: int = MOST_SEARCHES) -> None:
         self.found: list[tuple[Defect, str]] = []
         self.weights: list[Description] = []
-        self.searches = 0
+        self.searches = searches
         self.names = set[str]()
         self.refused = Counter[str]()
 
@@ -378,9 +399,9 @@ class Rules:
         for described in self.weights:
             if follows_from(described, lab, case, output, found):
                 return described.text
-        if self.searches >= MOST_SEARCHES:
+        if not self.searches:
             return ""
-        self.searches += 1
+        self.searches -= 1
         return self._new_rule(lab, case, rerun) or self._new_weights(lab, case)
 
     def _new_rule(self, lab: Lab, case: Case, rerun: Callable[[Case], torch.Tensor]) -> str:
@@ -406,9 +427,12 @@ _REMEMBERED: ContextVar[Rules | None] = ContextVar("remembered", default=None)
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
-    """Within, try on each case first what explained the cases before; all must be of one op and backend."""
-    token = _REMEMBERED.set(Rules())
+def remembering(finding: Finding) -> Iterator[None]:
+    """Within, try on each case first what explained the cases before; all must be smaller ones of a finding.
+
+    If nothing explains the finding itself, nothing is looked for: a case that a rule explains shows another.
+    """
+    token = _REMEMBERED.set(Rules(0 if finding.diagnosis in _UNNAMED else MOST_SEARCHES))
     try:
         yield
     finally:

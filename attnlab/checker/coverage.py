@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.ops import OPS, WRAPPER
+from attnlab.case.shown import Document
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.triton.coverage import Points
@@ -206,10 +207,6 @@ class ParameterUse:
     gaps: tuple[str, ...]
     reasons: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return asdict(self)
-
 
 def parameter_uses(
     op: str, parameters: Sequence[str], measured: Iterable[Mapping[str, Sequence[str]]]
@@ -314,7 +311,7 @@ class Count:
 
 
 @dataclass(slots=True, kw_only=True)
-class OpCoverage:
+class OpCoverage(Document):
     """The coverage of an op.
 
     - ``parameters``: what the cases passed for the parameters of the op.
@@ -323,6 +320,8 @@ class OpCoverage:
     - ``outdated``: entries of :mod:`attnlab.checker.coverage` that a case reached.
     - ``functions``, ``points``: what it was computed from; the points by file.
     """
+
+    _without = ("functions", "points")
 
     lines: Count = field(default_factory=Count)
     branches: Count = field(default_factory=Count)
@@ -333,17 +332,6 @@ class OpCoverage:
     outdated: list[Gap] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list, repr=False)
     points: dict[str, Points] = field(default_factory=dict, repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers and the gaps as JSON-able values."""
-        gaps = {name: getattr(self, name) for name in ("missing", "excused", "outdated")}
-        return {
-            "lines": self.lines.to_dict(),
-            "branches": self.branches.to_dict(),
-            "parameters": [one.to_dict() for one in self.parameters],
-            "combinations": self.combinations,
-            **{name: [asdict(gap) for gap in found] for name, found in gaps.items()},
-        }
 
 
 def functions_of(backend: Backend, op: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,10 +16,9 @@ from attnlab.case.errors import InvalidCase
 from attnlab.checker.case_check import MAX_TRIES, CheckJob
 from attnlab.checker.case_run import source_digest, versions
 from attnlab.checker.coverage import functions_of
-from attnlab.checker.finding import Finding
+from attnlab.checker.finding import Finding, op_locations
 from attnlab.checker.horizons import COST_S, has_horizons, ops_with_files
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
-from attnlab.checker.locations import op_locations
 from attnlab.kernels.backend import Backend
 from attnlab.lab.products import needed_bytes
 from attnlab.tasks.store import ALL, Header, Shard, read_store
@@ -239,7 +238,7 @@ class Plan:
                     line for op in self.ops for line in self.backend.not_applicable(op)
                 ],
                 "locations": {
-                    op: place.to_dict() for op, place in op_locations(self.backend).items()
+                    op: asdict(place) for op, place in op_locations(self.backend).items()
                 },
             },
             "options": {

@@ -1,6 +1,5 @@
 """Check many releases of vLLM, or of another library, in one run."""
 
-import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -14,9 +13,9 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.ops import OPS
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Shown, json_fields
 from attnlab.checker.case_check import CheckJob
-from attnlab.checker.case_run import versions
+from attnlab.checker.case_run import versions, with_imports
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import OnProgress, ignore_progress, watching
 from attnlab.checker.plan import (
@@ -181,43 +180,11 @@ def op_digest(source: Source, op: str) -> str | None:
     except Unsupported:
         return None
     digest = hashlib.sha256(f"{source.rules}\0".encode())
-    for file in sorted(_with_imports(source, first)):
+    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
+    for file in sorted(with_imports(first, folders)):
         digest.update(f"{file.name}\0".encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
-
-
-def _with_imports(source: Source, file: Path) -> set[Path]:
-    """Return an op file and the op files that it imports, directly or not."""
-    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
-    found, new = set[Path](), {file}
-    while new:
-        path = new.pop()
-        found.add(path)
-        try:
-            tree = ast.parse(path.read_bytes())
-        except SyntaxError as error:
-            raise InvalidCase(f"{path} is no Python: {error.msg}", field="source") from error
-        names = {name for node in ast.walk(tree) for name in _imported(node)}
-        for name in names:
-            package, _, leaf = name.rpartition(".")
-            folder = folders.get(package) if package else path.parent
-            candidate = None if folder is None else folder / f"{leaf}.py"
-            if candidate is not None and candidate.is_file() and candidate not in found:
-                new.add(candidate)
-    return found
-
-
-def _imported(node: ast.AST) -> list[str]:
-    """Return the modules that an import statement may import; a relative one without its package."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    base = "" if node.level else node.module or ""
-    if node.level:  # "from .name import x" and "from . import name"
-        return [node.module] if node.module else [alias.name for alias in node.names]
-    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
 # The faults of many releases: which fault of one release is that of another, decided by runs.
@@ -535,14 +502,7 @@ class ReleaseTable(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON-able values."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            **fields,
-            "states": STATES,
-            "faults": [fault.to_dict() for fault in self.faults],
-            "not_run": [dataclasses.asdict(entry) for entry in self.not_run],
-            "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
-        }
+        return {**json_fields(self), "states": STATES}
 
 
 # Build the table of releases from the outcomes of the tasks.

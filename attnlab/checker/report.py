@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Document, Shown
 from attnlab.checker.case_run import forms_of
 from attnlab.checker.coverage import OpCoverage, op_coverage
-from attnlab.checker.finding import Finding, KnownFinding, merged_findings, split_known
-from attnlab.checker.locations import Location, location_of
+from attnlab.checker.finding import (
+    Finding,
+    KnownFinding,
+    Location,
+    location_of,
+    merged_findings,
+    split_known,
+)
 from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, is_case, shrink_key
 from attnlab.tasks.store import Header
 from attnlab.tasks.task import DONE, Task
@@ -38,7 +44,7 @@ class NotRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Report(Shown):
+class Report(Document, Shown):
     """The findings of a library.
 
     - ``source``, ``version``: the path of the vLLM or the plugin, and its version in words.
@@ -112,20 +118,6 @@ class Report(Shown):
             f"{entry.reason}"
             for entry in self.not_run
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-able values."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            **fields,
-            "locations": {op: place.to_dict() for op, place in self.locations.items()},
-            "findings": [finding.to_dict() for finding in self.findings],
-            "observations": [finding.to_dict() for finding in self.observations],
-            "known": [entry.to_dict() for entry in self.known],
-            "missing": [entry.to_dict() for entry in self.missing],
-            "not_run": [dataclasses.asdict(entry) for entry in self.not_run],
-            "coverage": {op: found.to_dict() for op, found in self.coverage.items()},
-        }
 
 
 def build_report(

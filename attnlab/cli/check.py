@@ -93,7 +93,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "record knows, whose arguments are bound by their names",
         action="append",
     )
-    command.add_map_flag(library)
+    command.add_map_flag(library, op="op", backend="kernel")
     add_conditions(parser.add_argument_group("how to check it"))
     add_scaling(parser.add_argument_group("where to run it"))
     _add_files(parser.add_argument_group("files to write"))

@@ -368,8 +368,20 @@ def add_library(group: Any, text: str = "the library (default: %(default)s)") ->
     flag(group, "--library", text, choices=libraries(), default="vllm")
 
 
-def add_map_flag(group: Any, *, has_call: bool = False) -> None:
-    """Add --map; ``has_call``: to a command that reads calls in other formats, which it also names."""
+def add_map_flag(
+    group: Any,
+    *,
+    has_call: bool = False,
+    op: str = "field_op",
+    backend: str = "field_backend",
+    call_op: str = "call_op",
+) -> None:
+    """Add --map to a command that takes an op without a record.
+
+    ``has_call``: the command reads calls in other formats, whose names --map also states. Attributes of the
+    flags: ``op`` names the op, ``backend`` what runs it, and ``call_op`` then the op that describes a call.
+    """
+    group.set_defaults(foreign_op=(op, backend, call_op), call_op=None)
     of_call = (
         "; without such an op, FIELD=KEY,…: the key of each field in a dict of tensors, for example "
         "query=q,key_cache=k; numbers are values"
@@ -386,36 +398,37 @@ def add_map_flag(group: Any, *, has_call: bool = False) -> None:
 def take_foreign_op(args: argparse.Namespace) -> None:
     """Let --op MODULE:FUNCTION, an op that no record knows, name the backend of a command with --map.
 
-    With --source FILE.py, or a folder that has MODULE.py, it is a function of that file. ``call_op``, or --op
-    of a command without a Case, is then the op that describes a call. Raises InvalidCase for a wrong --map.
+    With --source FILE.py, or a folder that has MODULE.py, it is a function of that file. Raises InvalidCase
+    for a wrong --map.
     """
-    args.call_op = None
-    key = "field_op" if hasattr(args, "field_op") else "op"
-    given = getattr(args, key, None) or []
+    if not hasattr(args, "foreign_op"):
+        return
+    key, place, call_op = args.foreign_op
+    given = getattr(args, key) or []
     ops = given if isinstance(given, list) else [given]
-    if not hasattr(args, "map") or not any(":" in op for op in ops):
+    if not any(":" in op for op in ops):
         return
     if len(ops) > 1:
         raise InvalidCase("op MODULE:FUNCTION must be the only op", field="op")
     setattr(args, key, None)
     module, _, function = ops[0].partition(":")
-    source = args.source[0] if isinstance(args.source, list) and args.source else args.source
+    several = isinstance(args.source, list)
+    source = next(iter(args.source), None) if several else args.source
     file = None if not source else Path(source).expanduser()
     if file is not None and file.is_dir() and "." not in module:
         file /= f"{module}.py"
     if file is not None and file.suffix == ".py" and file.is_file():
         if file.stem != module:
             refuse("op", f"{file.stem}:FUNCTION with source {file}", ops[0])
-        module, args.source = str(file), [] if isinstance(args.source, list) else None
+        module, args.source = str(file), [] if several else None
     backend, args.map = f"{module}:{function}({', '.join(args.map or ())})", None
     if not is_plugin(backend):
         refuse("op", "an op, or PACKAGE.MODULE:FUNCTION", ops[0])
-    place = next(name for name in ("field_backend", "backend", "kernel") if hasattr(args, name))
     setattr(args, place, [backend] if isinstance(getattr(args, place), list) else backend)
     if getattr(args, "call", None) is not None:
         from attnlab.kernels import find_backend
 
-        setattr(args, "call_op" if key == "field_op" else key, find_backend(backend, source).ops[0])
+        setattr(args, call_op, find_backend(backend, source).ops[0])
 
 
 def case_with_runner(args: argparse.Namespace) -> Case:

@@ -44,7 +44,7 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
         metavar="CALL",
         help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
     )
-    command.add_map_flag(call, has_call=True)
+    command.add_map_flag(call, has_call=True, op="op", backend="backend", call_op="op")
     flag(call, "--op OP", "the op that describes the call")
     flag(
         call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"

@@ -133,7 +133,7 @@ def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode_error(args: argparse.Namespace) -> int:
-    from attnlab.lab.error_text import ErrorText
+    from attnlab.lab.decode_error import ErrorText
 
     command.check_share_flags(args)
     found = ErrorText.read(read_text(args.file))

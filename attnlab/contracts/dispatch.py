@@ -1,12 +1,11 @@
 """Dispatch: which kernels vLLM runs for a Case, and why."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Case, as_case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Contract, Target, contracts_of
 
 
@@ -21,11 +20,13 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Decision(Shown):
+class Decision(Document, Shown):
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
     ``terms`` is empty for every op but chunked_prefill_paged_decode: these run one kernel.
     """
+
+    _more = ("decode", "reasons")
 
     platform: str
     release: str
@@ -58,10 +59,6 @@ class Decision(Shown):
     def contracts(self, target: Target, op: str) -> tuple[Contract, ...]:
         """Return the contracts of the kernels that run, in their order."""
         return contracts_of(self.kernels, target, op)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the decision as JSON-able values."""
-        return {**dataclasses.asdict(self), "decode": self.decode, "reasons": self.reasons}
 
 
 def decide(case: Case) -> Decision:

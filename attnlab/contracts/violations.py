@@ -3,7 +3,6 @@
 No kernel is run: violations follow from the call, the contracts and the cache's provenance.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.shown import Shown
+from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import PARTITION_SIZE, ROCM_DECODE, Contract, Target, contracts_of
 from attnlab.contracts.slot_states import (
     EMPTY,
@@ -30,7 +29,7 @@ from attnlab.tensors.call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class Violation(Document):
     """One place, or run of places, where a call violates a contract. Fields that do not apply are None.
 
     - ``kind``: "index_dtype", "unsupported", "unwritten_slot", "foreign_slot", "unwritten_rows",
@@ -47,6 +46,8 @@ class Violation:
     - ``value``: what the call has; ``required``: what the contract requires, or what the kernel reads or
       uses instead.
     """
+
+    _more = ("text",)
 
     kind: str
     effect: str
@@ -73,10 +74,6 @@ class Violation:
     def text(self) -> str:
         """Return the violation as one sentence, for display only."""
         return _TEXTS[self.kind](self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the sentence as JSON-able values."""
-        return {**dataclasses.asdict(self), "text": self.text}
 
 
 class Violations(Shown, list[Violation]):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.defects.edit import Defect
-from attnlab.diagnosis.cells import MOST_LEFT, ErrorLocations, RowSample, limit_of
+from attnlab.diagnosis.cells import MOST_LEFT, ErrorLocations, RowSample, largest_limit
 from attnlab.lab.problem import Predicted, Problem, RowSlice
 
 MAX_CHANCE = (
@@ -133,18 +133,11 @@ def fit(
     (:func:`attnlab.diagnosis.cells.limit_of`). Rounded weights move a head's output in at most as many
     directions as there are keys or elements.
     """
-    residual = (output.double() - predicted.output).abs()
-    is_odd, largest = ~output.isfinite(), torch.finfo(output.dtype).max
-    predicts_odd = ~(predicted.output.abs() <= largest)  # NaN, or infinite in the output's dtype
-    residual = residual.masked_fill(is_odd != predicts_odd, torch.inf)
-    residual = residual.masked_fill(is_odd & predicts_odd, 0.0)
-    if predicted.sees_nothing is not None:
-        residual = residual.masked_fill(is_odd & predicted.sees_nothing[:, None, None], 0.0)
-    limit = predicted.bound
+    exact, most = output.double(), None
     if right is not None:
-        limit = limit_of(limit, output.double(), right.output, right.bound)
-    ratio = torch.where(residual == 0, 0.0, residual / limit)
-    ratio = ratio.nan_to_num(torch.inf, torch.inf)
+        most = largest_limit(exact, right.output, right.bound)
+    residual, ratio = residuals(output, predicted, most)
+    is_odd, predicts_odd = ~output.isfinite(), _is_odd(predicted.output, output.dtype)
     rows, heads, head_size = output.shape
     finite = ~is_odd.any(2) & ~predicts_odd.any(2)
     odd = (is_odd & predicts_odd).any(2)
@@ -152,7 +145,7 @@ def fit(
         odd &= ~predicted.sees_nothing[:, None]
     shown = 0
     if right is not None:
-        error = (output.double() - right.output).abs()
+        error = (exact - right.output).abs()
         shows = finite & (error > right.bound).any(2)
         shows &= residual.amax(2) <= MOST_LEFT * error.amax(2)
         shown = int(shows.sum()) * min(seq_len - 1, head_size)
@@ -167,6 +160,54 @@ def fit(
     )
 
 
+def residuals(
+    output: torch.Tensor, predicted: Predicted, most: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the difference of a prediction from ``output`` [rows, heads, head_size], and the same in units
+    of the rounding bound, which is at most ``most``; NaN and what is not finite count as in :func:`fit`."""
+    residual = (output.double() - predicted.output).abs()
+    is_odd, predicts_odd = ~output.isfinite(), _is_odd(predicted.output, output.dtype)
+    residual = residual.masked_fill(is_odd != predicts_odd, torch.inf)
+    residual = residual.masked_fill(is_odd & predicts_odd, 0.0)
+    if predicted.sees_nothing is not None:
+        residual = residual.masked_fill(is_odd & predicted.sees_nothing[:, None, None], 0.0)
+    limit = predicted.bound if most is None else torch.minimum(predicted.bound, most)
+    ratio = torch.where(residual == 0, 0.0, residual / limit)
+    return residual, ratio.nan_to_num(torch.inf, torch.inf)
+
+
+def _is_odd(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return which numbers are NaN, or infinite in a dtype."""
+    return ~(numbers.abs() <= torch.finfo(dtype).max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rows:
+    """Wrong rows that defects are compared with: their output, right output, and which heads are wrong.
+
+    ``most``: how much of the error an explanation may leave; ``observed``: the largest error.
+    """
+
+    slice: RowSlice
+    output: torch.Tensor
+    right: Predicted
+    is_wrong: torch.Tensor
+    most: torch.Tensor
+    observed: float
+
+    @classmethod
+    def of(cls, problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> "_Rows":
+        rows, right = at(problem, output, row_slice), problem.correct(row_slice)
+        return cls(
+            slice=row_slice,
+            output=rows,
+            right=right,
+            is_wrong=residuals(rows, right)[1].amax(2) > 1,
+            most=largest_limit(rows.double(), right.output, right.bound),
+            observed=_largest(rows.double() - right.output),
+        )
+
+
 def screen(
     problem: Problem,
     output: torch.Tensor,
@@ -175,39 +216,29 @@ def screen(
 ) -> list[Candidate]:
     """Compare every defect that applies, and each of its variants, with ``worst_rows``, given with the worst
     ones first."""
-    correct = [problem.correct(row_slice) for row_slice in worst_rows]
+    worst = [_Rows.of(problem, output, row_slice) for row_slice in worst_rows]
     return [
-        _screened(problem, output, worst_rows, correct, variant)
+        _screened(problem, worst, variant)
         for defect in defects
         if not defect.harmless and defect.applies(problem)
         for variant in defect.expand()
     ]
 
 
-def _screened(
-    problem: Problem,
-    output: torch.Tensor,
-    worst_rows: Sequence[RowSlice],
-    correct: Sequence[Predicted],
-    defect: Defect,
-) -> Candidate:
+def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> Candidate:
     verdict = "explains" if defect.is_possible(problem) else "excluded by inputs"
     predicted = observed = residual = ratio = 0.0
-    for i, (row_slice, right) in enumerate(zip(worst_rows, correct, strict=True)):
-        rows = at(problem, output, row_slice)
-        prediction = defect.compute(problem, row_slice)
-        prediction_fit = fit(rows, prediction, problem.seq_len(row_slice.seq), right)
+    for i, rows in enumerate(worst):
+        prediction = defect.compute(problem, rows.slice)
+        left, in_bounds = residuals(rows.output, prediction, rows.most)
         if i == 0:
-            predicted = _largest(prediction.output - right.output)
-            observed = _largest(rows.double() - right.output)
-            residual, ratio = prediction_fit.residual, float(prediction_fit.ratio.max())
-        is_wrong = fit(rows, right, problem.seq_len(row_slice.seq)).ratio > 1
-        moves = fit(prediction.output, right, problem.seq_len(row_slice.seq)).ratio > 1
+            predicted, observed = _largest(prediction.output - rows.right.output), rows.observed
+            residual, ratio = float(left.max()), float(in_bounds.max())
         if verdict == "excluded by inputs":
             break
         leaves_much = math.isfinite(observed) and residual > MOST_LEFT * observed
-        is_unlike = leaves_much or bool((prediction_fit.ratio[is_wrong] > 1).any())
-        if is_unlike or not bool(moves[is_wrong].any()):
+        is_unlike = leaves_much or bool((in_bounds.amax(2)[rows.is_wrong] > 1).any())
+        if is_unlike or not _moves(prediction, rows):
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
     return Candidate(
@@ -221,6 +252,12 @@ def _screened(
         ratio=ratio,
         defect=defect,
     )
+
+
+def _moves(prediction: Predicted, rows: _Rows) -> bool:
+    """Answer whether a prediction is wrong where the rows are."""
+    moves = residuals(prediction.output, rows.right)[1].amax(2) > 1
+    return bool(moves[rows.is_wrong].any())
 
 
 def at(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> torch.Tensor:

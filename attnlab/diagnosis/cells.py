@@ -215,8 +215,15 @@ def limit_of(
     the rounding bound of the right output: a hypothesis whose bound covers the error explains nothing. All
     are [..., head_size]; ``correct`` and ``right_bound`` are of the right output.
     """
+    return torch.minimum(bound, largest_limit(output, correct, right_bound))
+
+
+def largest_limit(
+    output: torch.Tensor, correct: torch.Tensor, right_bound: torch.Tensor
+) -> torch.Tensor:
+    """Return the greatest value of :func:`limit_of` for any hypothesis."""
     error = (output - correct).abs().nan_to_num(torch.inf, torch.inf).amax(-1, keepdim=True)
-    return torch.minimum(bound, torch.maximum(right_bound, MOST_LEFT * error))
+    return torch.maximum(right_bound, MOST_LEFT * error)
 
 
 def cells_of(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.shown import Document
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.location.trials import Repair
 from attnlab.diagnosis.pattern import Pattern, Sizes, row_rules, sequence_rules
@@ -587,13 +588,9 @@ class KernelLine:
         """Return the line and the reason."""
         return f"{Path(self.file).name}, line {self.line}: {self.reason}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelLocation:
+class KernelLocation(Document):
     """Lines that may hold a fault, ranked; or why there are none.
 
     - ``lines``: by all evidence, as material: most of them are not the fault. ``confirmed``: the edit that
@@ -603,6 +600,8 @@ class KernelLocation:
       signal by which one of them ended the trials, or "". ``programs``: (programs with wrong elements,
       programs that write elements).
     """
+
+    _without = ("ended",)
 
     lines: tuple[KernelLine, ...] = ()
     confirmed: RepairClaim | None = None
@@ -633,13 +632,3 @@ class KernelLocation:
             dataclasses.replace(one, evidence="edit", reason=self.confirmed.reason)
             for one in own[:1]
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return {
-            "confirmed": None if self.confirmed is None else self.confirmed.to_dict(),
-            "lines": [one.to_dict() for one in self.lines],
-            "why_none": self.why_none,
-            "tried": self.tried,
-            "programs": list(self.programs),
-        }

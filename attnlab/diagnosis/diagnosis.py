@@ -472,7 +472,7 @@ class Diagnosis(Shown):
             "leak": None if self.leak is None else self.leak.text,
             "claim": None if self.claim is None else self.claim.text,
             "features": None if self.features is None else self.features.text,
-            "locations": [line.to_dict() for line in self.locations],
+            "locations": [dataclasses.asdict(line) for line in self.locations],
             "no_location": None if self.location is None else self.location.why_none or None,
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": None if self.distinction is None else self.distinction.to_dict(),

@@ -11,7 +11,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.shown import Shown, json_number
+from attnlab.case.shown import Document, Shown, json_number
 from attnlab.contracts.dispatch import decide
 from attnlab.defects.edit import Defect
 from attnlab.diagnosis.reruns import SECOND_SCALES
@@ -171,7 +171,7 @@ def gap_between(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class OtherRun(Shown):
+class OtherRun(Document, Shown):
     """A second run of a Case, compared with the first.
 
     - ``changes``: the fields that the second run changes, with their values as text.
@@ -180,6 +180,8 @@ class OtherRun(Shown):
     - ``error``: what the kernel raises in the second run, or None.
     - ``instability``: that equal runs differ, so that the change shows nothing, or None.
     """
+
+    _without = ("num_rows",)
 
     changes: Mapping[str, str]
     rows: tuple[int, ...]
@@ -207,16 +209,6 @@ class OtherRun(Shown):
             f"with {changed}, {len(self.rows)} of {self.num_rows} rows have other bits "
             f"(rows {shown}), the largest difference is {self.largest:.4g}"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return {
-            "changes": dict(self.changes),
-            "rows": list(self.rows),
-            "largest": json_number(self.largest),
-            "error": self.error,
-            "instability": None if self.instability is None else self.instability.to_dict(),
-        }
 
 
 def run_again(lab: Lab, case: Case, output: torch.Tensor, changes: Mapping[str, Any]) -> OtherRun:

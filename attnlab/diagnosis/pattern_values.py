@@ -167,10 +167,10 @@ def _added(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]:
     # the kernel rounds the shifted number, so half a step of a short format is allowed in addition
     bound = cells.bound + output.abs() * 2.0**-10
     finite = cells.output.isfinite().all(1) & cells.bound.isfinite().all(1)
-    fits = left & finite & _equal(cells, cells.correct + mean[:, None], bound)
-    fits &= (mean.abs() > 2 * bound.amax(1)) & (
-        cells.correct.amax(1) - cells.correct.amin(1) > _CLEAR * bound.amax(1)
-    )
+    equal = left & finite & _equal(cells, cells.correct + mean[:, None], bound)
+    equal &= mean.abs() > 2 * bound.amax(1)
+    # a head whose correct elements are nearly equal shows no pattern, and contradicts none
+    fits = equal & (cells.correct.amax(1) - cells.correct.amin(1) > _CLEAR * bound.amax(1))
     if not bool(fits.any()):
         return []
     groups = _grouped(mean, bound.amax(1), fits)
@@ -186,7 +186,7 @@ def _added(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]:
             for value, mask in groups
         ]
     what = "one number is added to all elements of a head; it differs between rows or heads"
-    return [_fact("added", cells, fits, what)]
+    return [_fact("added", cells, equal, what)]
 
 
 def _reordered(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]:

@@ -177,9 +177,7 @@ class _WeightProblem(Problem):
 def _predicted(candidate: Candidate, setup: AttentionSetup) -> torch.Tensor | None:
     """Return the weights of all slots under a defect in its scope, [R, H, N], or None if they do not belong
     to the positions of the sequence."""
-    of_call = Problem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
-    values = {field.name: getattr(of_call, field.name) for field in dataclasses.fields(Problem)}
-    problem = _WeightProblem(**values)
+    problem = _WeightProblem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
     weights = torch.zeros(len(setup.rows), len(setup.heads), setup.num_slots, dtype=torch.float64)
     starts = problem.row_starts()
     for seq in setup.seq.unique().tolist():

@@ -40,9 +40,18 @@ _FURTHER = (  # 64 keys, and 128 of a context, fill the tiles of a kernel
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+# Of a drawn batch: the least and most context of its decode, and of its prefills new tokens and context.
+_DRAWN = (((200, 520), ((2, 40), (1, 140))), ((1, 60), ((90, 210), (1, 60))))
 _NEARBY = 12  # cases with lengths like those of a Case
 # Few sequences: a statement about some of several sequences must also be true of one.
-_FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
+_FEW = (
+    ((1, 300), (20, 37)),
+    ((23, 40),),
+    ((1, 33),),
+    ((1, 0), (1, 9)),
+    ((3, 30), (1, 0), (4, 0)),
+    ((1, 0), (1, 0)),
+)
 _WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
 _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
 
@@ -66,18 +75,27 @@ _PLAIN_VALUES = ("uniform_1e-3", "normal")
 def further_cases(case: Case) -> Iterator[Case]:
     """Yield the cases in which a description must hold again: those of an explanation, and more.
 
-    A description says less than an explanation, so more lengths can refute it. Unusual values may hide what
-    separates two descriptions; normal ones come first.
+    A description says less than an explanation, so more lengths can refute it, some of them drawn with the
+    seed of the Case. Unusual values may hide what separates two descriptions; normal ones come first.
     """
     if case.distribution not in _PLAIN_VALUES:
         yield case.replace(distribution="normal")
     yield from second_cases(case)
     only_decodes = max(case.lengths.query_lens, default=0) == 1
-    for seed, pairs in enumerate(_FURTHER, 13):
+    for seed, pairs in enumerate((*_FURTHER, *_drawn_lengths(case.seed)), 13):
         chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
         other = _longer_case(case, chosen, seed)
         if other is not None:
             yield other
+
+
+def _drawn_lengths(seed: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield batches of (query_len, ctx_len) with lengths of their own: one with a long context, one with
+    several tiles of new tokens."""
+    random = Random(seed)
+    for decode, (queries, contexts) in _DRAWN:
+        pairs = [(random.randint(*queries), random.randint(*contexts)) for _ in range(2)]
+        yield [(1, random.randint(*decode)), *pairs, (random.randint(2, 9), 0)]
 
 
 def few_sequences(case: Case, *, fewer_kernels: bool = False) -> Iterator[Case]:
@@ -94,15 +112,20 @@ def few_sequences(case: Case, *, fewer_kernels: bool = False) -> Iterator[Case]:
 
 
 def nearby_cases(case: Case) -> Iterator[Case]:
-    """Yield cases whose sequences have up to three tokens more or fewer; each keeps its kind."""
+    """Yield cases whose sequences have up to three tokens more or fewer; each keeps its kind.
+
+    A default scale stays the default: a kernel may compute that alone wrongly.
+    """
     random = Random(case.seed)
+    fixed = ("sm_scale",) if case.sm_scale is None else ()
     for seed in range(_NEARBY):
         pairs = [
             (max(2, query + random.randint(-3, 3)) if query > 1 else 1, ctx and max(1, ctx + more))
             for query, ctx in zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
             for more in [random.randint(-3, 3)]
         ]
-        other = _longer_case(case, pairs, 51 + seed)
+        with keeping((*_FIXED.get(), *fixed)):
+            other = _longer_case(case, pairs, 51 + seed)
         if other is not None:
             yield other
 

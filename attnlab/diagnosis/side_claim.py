@@ -12,6 +12,7 @@ from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import further_cases
 from attnlab.diagnosis.rules.outputs import highest_of_parts, is_address, wrong_addresses
+from attnlab.lab.error_map import as_slice
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result
@@ -142,7 +143,7 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], Patt
     wrong = ~((values - expected).abs() <= bound)
     rows, heads = case.query_rows, case.query_heads
     ran = torch.zeros_like(wrong)
-    ran[_slice(rows), _slice(heads)] = True
+    ran[as_slice(rows), as_slice(heads)] = True
     wrong &= ran
     if not bool(wrong.any()):
         return (), None
@@ -151,10 +152,6 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], Patt
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
     laws = _laws(values[wrong], expected[wrong], highest_of_parts(problem)[wrong])
     return (*wrong_addresses(problem, values, expected, bound), *laws), places
-
-
-def _slice(span: range | None) -> slice:
-    return slice(None) if span is None else slice(span.start, span.stop)
 
 
 def _laws(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -> Iterator[str]:

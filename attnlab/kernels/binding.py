@@ -27,7 +27,7 @@ from attnlab.tensors.case_call import flash
 from attnlab.tensors.case_visibility import mask_of
 
 Arguments = dict[str, Any]
-_MOST_COPIED = 1 << 28  # elements before the lowest block of the block table
+_MOST_BEFORE = 1 << 28  # elements of blocks that are copied before the lowest of the block table
 _DEFAULT = object()  # of a parameter that is not passed
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
 _NUMBER: ContextVar[float] = ContextVar("scratch", default=float("nan"))
@@ -94,7 +94,7 @@ def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor
         key, value = as_flash(call.key_cache, call.value_cache)
         return key.view(dtype), value.view(dtype)
     first = int(call.block_table.min()) if call.block_table.numel() else 0
-    if first * call.key_cache[0].numel() <= _MOST_COPIED:
+    if first * call.key_cache[0].numel() <= _MOST_BEFORE:
         first = 0
     key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
     return key.view(dtype), value.view(dtype)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from attnlab.case.errors import NotDeterministic
-from attnlab.case.shown import json_number
+from attnlab.case.shown import Document
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
@@ -30,13 +30,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instability:
+class Instability(Document):
     """Outputs of equal calls that differ by more than another order of sums explains.
 
     - ``runs``: how many runs of the call; ``others``: how many differ from the most frequent output.
     - ``rows``: the output rows that differ; ``num_rows``: the number of all rows.
     - ``largest``: the largest absolute difference; NaN if a number is finite in one run only.
     """
+
+    _more = ("text",)
 
     runs: int
     others: int
@@ -55,10 +57,6 @@ class Instability:
             f"the same call gives different outputs: {self.others} of {self.runs} runs differ from the "
             f"others, in {len(self.rows)} of {self.num_rows} rows ({shown}), {size}"
         )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields as values of strict JSON."""
-        return {**dataclasses.asdict(self), "largest": json_number(self.largest), "text": self.text}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
-from attnlab.tensors.cache import interleaved
+from attnlab.tensors.cache import MOST_COPIED, interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.quantised import (
@@ -152,7 +152,6 @@ _NIBBLES: dict[str, Read] = {
 }
 
 
-_MOST_ELEMENTS = 1 << 24  # of a cache that is copied
 _FP8_UNIT, _FP8_STEP = 2.0**-4, 2.0**-10  # of e4m3: half the spacing at 1, half the smallest number
 
 
@@ -200,7 +199,7 @@ def in_numbers(
     if case.op_argument == "latent_cache":
         changes["v_scale"] = call.k_scale
     is_other = case.argument.cache is not None or case.op_argument in ("diffkv", "latent_cache")
-    if is_other and call.key_cache.numel() <= _MOST_ELEMENTS:  # of a larger one, the batch must do
+    if is_other and call.key_cache.numel() <= MOST_COPIED:  # of a larger one, the batch must do
         changes |= _caches_as_read(case, call)
     return replace(batch, query=query, key=keys, value=values), replace(call, **changes)
 

@@ -1,22 +1,99 @@
 """Decode the message of a failed assertion: the sequence, token and kernel of a mismatch."""
 
 import dataclasses
+import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import PREFILL
 from attnlab.case.platforms import PLATFORMS
-from attnlab.case.shown import Shown, json_value
+from attnlab.case.shown import Document, Shown
 from attnlab.case.stages import STAGES
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violation, find_violations
 from attnlab.lab.cache_write import slot_lengths
-from attnlab.lab.error_text import ErrorText
 from attnlab.tensors.case_call import hollow_call
+
+# ErrorText: what the text of a failed test contains: counts, an index, dtypes, pytest ids.
+
+
+_COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
+_NUMBER = r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)"
+_TUPLE = r"\((\d{1,9}(?:,\s*\d{1,9})*)\)"
+_GREATEST = re.compile(
+    rf"Greatest absolute difference:\s*{_NUMBER}(?:\s+at index\s*{_TUPLE})?", re.I
+)
+_RELATIVE = re.compile(rf"Greatest relative difference:\s*{_NUMBER}\s+at index\s*{_TUPLE}", re.I)
+_TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
+_INDEX = re.compile(r"\((\d{1,9}(?:,\s*\d{1,9}){2,3})\)")
+_NAMED_INDEX = re.compile(rf"\bindex\s*:?\s*{_TUPLE}", re.I)
+_DTYPES = re.compile(r"expected scalar type (\w+) but found (\w+)")
+_ALLCLOSE = re.compile(r"\ballclose\(")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorText:
+    """What the text of a failed test contains; None or "" for what it does not.
+
+    - ``mismatched``, ``total``, ``greatest``: the numbers of ``torch.testing.assert_close``, wherever they
+      are in the text.
+    - ``index``: the index of the greatest difference; without that, the first that the text calls an index,
+      or, in a text without these numbers, the first one.
+    - ``dtypes``: the dtype that an op expects and the one that it found, in torch's C++ names.
+    - ``has_allclose``: the text has a call of allclose.
+    - ``test_id``: the last pytest id that a Case can be made from.
+    - ``refusal``: why the last id that names an attention test cannot be made a Case.
+    """
+
+    mismatched: int | None = None
+    total: int | None = None
+    greatest: float | None = None
+    index: tuple[int, ...] | None = None
+    dtypes: tuple[str, str] | None = None
+    has_allclose: bool = False
+    test_id: str | None = None
+    refusal: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> "ErrorText":
+        """Return what a text contains."""
+        count, greatest, dtypes = _COUNT.search(text), _GREATEST.search(text), _DTYPES.search(text)
+        rest = _RELATIVE.sub("", text)
+        named = _NAMED_INDEX.search(rest)
+        if named is None and greatest is None and count is None:
+            named = _INDEX.search(rest)
+        place = greatest[2] if greatest and greatest[2] else named[1] if named else None
+        test_id, refusal = _test_id(text)
+        return cls(
+            mismatched=int(count[1]) if count else None,
+            total=int(count[2]) if count else None,
+            greatest=float(greatest[1]) if greatest else None,
+            index=tuple(int(n) for n in place.split(",") if n.strip()) if place else None,
+            dtypes=(dtypes[1], dtypes[2]) if dtypes else None,
+            has_allclose=_ALLCLOSE.search(text) is not None,
+            test_id=test_id,
+            refusal=refusal,
+        )
+
+
+def _test_id(text: str) -> tuple[str | None, str]:
+    """Return the last id that becomes a Case and "", or None and why the last id does not."""
+    refusal = ""
+    for test_id in reversed(list(dict.fromkeys(_TEST_ID.findall(text)))):
+        try:
+            Case.from_test_id(test_id)
+        except InvalidCase as error:
+            refusal = refusal or str(error)
+        else:
+            return str(test_id), ""
+    return None, refusal
+
+
+# Decode the text: the sequence, token and kernel of a mismatch.
+
 
 # ErrorAnswer: what follows from the text of a failed test that has no place in an attention output.
 #
@@ -34,7 +111,7 @@ _TORCH_NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ErrorAnswer(Shown):
+class ErrorAnswer(Document, Shown):
     """What follows from the text of a failed test, in terms of a Case.
 
     - ``kind``: "dtype", "allclose" or "cache". ``facts``: what follows, as sentences.
@@ -46,6 +123,8 @@ class ErrorAnswer(Shown):
     - ``test_id``: the id in the text, if it became the Case. ``command``: the command that goes on.
     - ``refusal``: why an id in the text did not become the Case, or "".
     """
+
+    _more = ("sentences",)
 
     kind: str
     case: Case
@@ -65,11 +144,6 @@ class ErrorAnswer(Shown):
     def sentences(self) -> list[str]:
         """Return the facts as sentences."""
         return [*self.facts, *refusal_sentences(self.refusal)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the sentences as values of strict JSON."""
-        fields: dict[str, Any] = json_value(dataclasses.asdict(self))
-        return {**fields, "sentences": self.sentences()}
 
 
 def refusal_sentences(refusal: str) -> list[str]:
@@ -230,7 +304,7 @@ _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DecodedError(Shown):
+class DecodedError(Document, Shown):
     """The message of a failed assertion, in terms of a Case.
 
     - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message, None if it does not have
@@ -247,6 +321,8 @@ class DecodedError(Shown):
     - ``platform``: whose rules name the kernel; ``platform_by``: where it is from, as for :func:`decode`.
     - ``refusal``: why a pytest id in the text did not become the Case, or "".
     """
+
+    _more = ("sentences",)
 
     mismatched: int | None
     total: int | None
@@ -301,11 +377,6 @@ class DecodedError(Shown):
                 "not written, its weights do not sum to 1, or it holds other numbers"
             )
         return sentences + refusal_sentences(self.refusal)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the sentences as values of strict JSON."""
-        fields: dict[str, Any] = json_value(dataclasses.asdict(self))
-        return {**fields, "sentences": self.sentences()}
 
 
 def _kernel(case: Case, query_len: int) -> str:

@@ -231,7 +231,7 @@ def compare(
     to these query heads and rows.
     """
     if heads is not None or rows is not None:
-        part_of = (_slice(rows), _slice(heads))
+        part_of = (as_slice(rows), as_slice(heads))
         part_atol = atol[part_of] if isinstance(atol, torch.Tensor) else atol
         part = compare(output[part_of], expected[part_of], lengths, part_atol, rtol)
         return _embedded(part, heads, rows, output.shape[:2])
@@ -287,7 +287,8 @@ def _difference(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (got.to(right.dtype) - right).abs_()
 
 
-def _slice(span: range | None) -> slice:
+def as_slice(span: range | None) -> slice:
+    """Return the slice of a range; None is everything."""
     return slice(None) if span is None else slice(span.start, span.stop)
 
 
@@ -295,7 +296,7 @@ def _embedded(
     part: ErrorMap, heads: range | None, rows: range | None, shape: torch.Size
 ) -> ErrorMap:
     """Return the ErrorMap of some rows and heads as one of all; the others did not run."""
-    here = (_slice(rows), _slice(heads))
+    here = (as_slice(rows), as_slice(heads))
     error = torch.full(shape, float("-inf"))
     mismatches = torch.zeros(shape, dtype=torch.int32)
     error[here], mismatches[here] = part.error, part.mismatches

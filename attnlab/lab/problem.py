@@ -35,6 +35,9 @@ from attnlab.tensors.quantised import in_numbers as call_in_numbers
 
 # RowSlice: some rows and heads of one sequence.
 
+_KEPT_SLICES = 4  # whose inputs a Problem keeps
+_KEPT_NUMBERS = 1 << 18  # of the keys of one of them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSlice:
@@ -337,6 +340,9 @@ class Problem:
     misread: "Callable[[Read | None], Problem] | None" = None
     is_native: bool = False
     rounds_like_kernel: bool = False
+    _kept: dict[RowSlice, AttentionInputs] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def of_case(
@@ -470,10 +476,21 @@ class Problem:
     def attention_inputs(
         self, row_slice: RowSlice, kv_heads: torch.Tensor | None = None
     ) -> AttentionInputs:
-        """Return the correct inputs of some rows; ``kv_heads`` replaces the KV heads of the query heads."""
+        """Return the correct inputs of some rows; ``kv_heads`` replaces the KV heads of the query heads.
+
+        Those of the last few slices are kept, if they are small, because all defects change them. Do not
+        change their tensors.
+        """
+        if kv_heads is None and (kept := self._kept.get(row_slice)) is not None:
+            return kept
         kv = self.kv_heads_of(row_slice.heads) if kv_heads is None else kv_heads
         key, value = self.intended_kv(row_slice.seq, kv)
-        return self._inputs(row_slice, key, value)
+        inputs = self._inputs(row_slice, key, value)
+        if kv_heads is None and key.numel() <= _KEPT_NUMBERS:
+            while len(self._kept) >= _KEPT_SLICES:
+                del self._kept[next(iter(self._kept))]
+            self._kept[row_slice] = inputs
+        return inputs
 
     def inputs_read_by(self, row_slice: RowSlice, cache_read: CacheRead) -> AttentionInputs:
         """Return the inputs of some rows if the cache is read as ``cache_read`` describes."""

@@ -9,7 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
-from attnlab.case.shown import Shown, json_number, json_value
+from attnlab.case.shown import Shown, json_value
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import Decision, decide
 from attnlab.contracts.slot_states import (
@@ -24,7 +24,7 @@ from attnlab.contracts.slot_states import (
 )
 from attnlab.contracts.violations import Violations
 from attnlab.kernels.rocm.findings import Findings, Unwritten
-from attnlab.lab.error_map import ErrorMap, Place
+from attnlab.lab.error_map import ErrorMap, Place, as_slice
 from attnlab.lab.reference import stored_tokens
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
@@ -240,11 +240,6 @@ class SideError:
             f"({self.rows} wrong {'row' if self.rows == 1 else 'rows'})"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "value": json_number(self.value), "expected": json_number(self.expected)}
-
 
 def side_errors(
     case: Case,
@@ -277,7 +272,7 @@ def lse_error(
     wrong = error > bound
     ran = torch.zeros_like(wrong)
     rows, heads = case.query_rows, case.query_heads
-    ran[_slice(rows), _slice(heads)] = True
+    ran[as_slice(rows), as_slice(heads)] = True
     return _error(LSE, "lse", wrong & ran, lse, expected)
 
 
@@ -329,10 +324,6 @@ def lse_bound(case: Case, batch: Batch, call: KernelCall, expected: torch.Tensor
         )
         bound[here] = error + (len(key) + 8) * 2.0**-23 + 3 * 2.0**-24 * expected[here].abs()
     return bound
-
-
-def _slice(span: range | None) -> slice:
-    return slice(None) if span is None else slice(span.start, span.stop)
 
 
 def _error(
@@ -496,7 +487,7 @@ class Result(Shown):
             "error": self.error,
             **numbers,
             "side_outputs": list(self.side_outputs),
-            "side_errors": [error.to_dict() for error in self.side_errors],
+            "side_errors": self.side_errors,
             "beyond_rounding": self.beyond_rounding,
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),

@@ -17,9 +17,8 @@ from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import unwritten_rows
 from attnlab.contracts.violations import find_violations
-from attnlab.lab.decode_error import DecodedError, ErrorAnswer, decode
+from attnlab.lab.decode_error import DecodedError, ErrorAnswer, ErrorText, decode
 from attnlab.lab.error_map import ErrorMap
-from attnlab.lab.error_text import ErrorText
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.case_call import hollow_call

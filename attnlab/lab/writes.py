@@ -11,7 +11,7 @@ import torch
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Document, Shown, json_fields
 from attnlab.kernels.cuda.backend import cache_ops, has_source
 from attnlab.kernels.vllm.backend import calling, load
 from attnlab.kernels.vllm.source import Source, find_source
@@ -525,21 +525,20 @@ def _whole(view: torch.Tensor, first_block: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteResult:
+class WriteResult(Document):
     """A hostile write: what it got wrong, by kind, or the error for which it could not run.
 
     ``failed``: the error is a failure of the op itself, for example an access outside of its tensors.
     """
+
+    _more = ("status",)
+    _without = ("failed",)
 
     name: str
     case: WriteCase
     wrong: dict[str, int] = field(default_factory=dict)
     error: str | None = None
     failed: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return json_fields(self, "status", without=("failed",))
 
     @property
     def status(self) -> str:

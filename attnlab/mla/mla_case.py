@@ -23,7 +23,7 @@ from attnlab.case.fields import FieldType, Flag, Int, Lens, Maybe, Number, OneOf
 from attnlab.case.lengths import Lengths
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.case.shown import json_fields
+from attnlab.case.shown import Document
 
 PREFILL, DECODE, SHARDS = PATHS = ("prefill", "decode", "shards")
 PACKED, ALIGNED = CHUNKINGS = ("packed", "aligned")
@@ -50,7 +50,7 @@ _data = group("data and vLLM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlaCase:
+class MlaCase(Document):
     """One call of MLA attention.
 
     Sizes have the names of vLLM's MLADims. A head's score is (q_nope · k_nope + q_rope · k_rope) times
@@ -224,10 +224,6 @@ class MlaCase:
         """Return the case with other values of some fields."""
         check_names(changes)
         return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return json_fields(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "MlaCase":

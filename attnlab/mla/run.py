@@ -10,7 +10,7 @@ import torch
 
 from attnlab.case.errors import KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Shown, json_fields, json_number
+from attnlab.case.shown import Document, Shown, json_fields, json_number
 from attnlab.mla.arithmetic import Arithmetic, Exact, Observed, copied
 from attnlab.mla.faults import MLA_FAULTS, SOUND, Fault, Span, chunks_of, faults_of
 from attnlab.mla.mla_case import DECODE, MLA_BACKENDS, PACKED, PREFILL, SHARDS, MlaCase, variants_of
@@ -358,8 +358,10 @@ def _output_error(result: Partial, exact: Partial) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class VariantResult:
+class VariantResult(Document):
     """A hostile case, why it is one, and its result, or the error for which it could not run."""
+
+    _more = ("status",)
 
     reason: str
     case: MlaCase
@@ -370,10 +372,6 @@ class VariantResult:
     def status(self) -> str:
         """Return "match", "mismatch" or "unavailable"."""
         return "unavailable" if self.result is None else self.result.status
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return json_fields(self, "status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

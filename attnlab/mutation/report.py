@@ -9,7 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Document, Shown, json_fields
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
@@ -343,7 +343,7 @@ _RAN = {True: "passes", False: "does not pass", None: "was not run"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
+class Mutant(Document):
     """One mutant and what the test does with it.
 
     - ``outcome``: "killed" in each kernel whose rows it changes; "survived" if it survives in one; or
@@ -354,6 +354,8 @@ class Mutant:
       the test notices it.
     - ``remedy``: the cheapest change of the test that kills the mutant, or None.
     """
+
+    _more = ("survives_in", "killed_in")
 
     name: str
     text: str
@@ -372,10 +374,6 @@ class Mutant:
     def killed_in(self) -> tuple[str, ...]:
         """Return the kernels in whose rows the test notices the mutant."""
         return kernels_where(self.margins, killed=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the mutant as JSON-able values."""
-        return json_fields(self, "survives_in", "killed_in")
 
     @property
     def outcome_text(self) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidValue, KernelRejected, Unavailable
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Document, Shown
 from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
@@ -170,13 +170,9 @@ class Variation:
         """Return the largest change in units of the rounding bound."""
         return 0.0 if self.change is None else self.change.in_bounds
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return json_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Probe(Shown):
+class Probe(Document, Shown):
     """The variations of a call on one backend, and what they show.
 
     - ``backend``: the kernels with their version. ``error``: the difference of the first run from the correct
@@ -201,10 +197,6 @@ class Probe(Shown):
     def is_wrong(self) -> bool:
         """Answer whether something is wrong."""
         return self.verdict in (CORRUPTION, WRONG)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return json_fields(self)
 
 
 def probe(

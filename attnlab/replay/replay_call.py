@@ -18,7 +18,7 @@ from attnlab.case.errors import (
     NotDeterministic,
     Unavailable,
 )
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
@@ -168,10 +168,6 @@ class Difference:
     first: tuple[int, int, int] | None
     other_bits: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return json_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
@@ -194,13 +190,9 @@ class Replay:
     error: Difference | None = None
     from_recorded: Difference | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values of strict JSON."""
-        return json_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Replays(Shown):
+class Replays(Document, Shown):
     """The replays of a call.
 
     - ``call``: the call as text; ``op``: its op; ``origin``: where it ran.
@@ -260,10 +252,6 @@ class Replays(Shown):
         if len({one.status for one in self.replays}) == 1 and len(self.replays) > 1:
             return f"all {len(self.replays)} {self.replays[0].status}"
         return ", ".join(f"{one.target}: {one.status}" for one in self.replays)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the table as values of strict JSON."""
-        return json_fields(self)
 
 
 OnTarget = Callable[[str, int, int], None]

@@ -12,7 +12,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Document, Shown
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured, where_it_ran
@@ -201,7 +201,7 @@ OnTry = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
-class Shrunk(Shown):
+class Shrunk(Document, Shown):
     """The smallest call that was found.
 
     - ``call``: with the output of its last run; ``before``, ``after``: the sizes of both calls, by name.
@@ -214,6 +214,8 @@ class Shrunk(Shown):
       step keeps the fault, and the time limit was not reached.
     - ``backend``: what ran the calls, "" if only the recorded output was cut.
     """
+
+    _without = ("call",)
 
     call: KernelCall
     before: dict[str, int]
@@ -250,10 +252,6 @@ class Shrunk(Shown):
         how = f"{len(self.steps)} steps, {self.tries} runs in {self.seconds:.1f} s"
         end = "no smaller call was found" if self.is_complete else "the time limit was reached"
         return [fault + cause, f"{how}; {end}"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the facts as values of strict JSON, without the call."""
-        return json_fields(self, without=("call",))
 
 
 def sizes_of(call: KernelCall) -> dict[str, int]:

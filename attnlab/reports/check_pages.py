@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.errors import AttnLabError, check_installed
 from attnlab.case.lengths import Lengths
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes, write_text
@@ -37,14 +37,7 @@ if TYPE_CHECKING:
 
 def check_packages() -> None:
     """Raise Unavailable if a package of the page is missing."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-        import pygments  # noqa: F401
-    except ImportError as error:
-        raise Unavailable(
-            f"html needs the lab extra: pip install 'attnlab[lab]' ({error})"
-        ) from error
+    check_installed("html", "jinja2", "matplotlib", "pygments")
 
 
 def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: bool = True) -> str:
@@ -88,14 +81,7 @@ def check_writable(folder: Path) -> None:
 
     Raises Unavailable if a package of the reports is missing, InvalidCase if the folder cannot be created.
     """
-    try:
-        import jinja2  # noqa: F401
-        import nbconvert  # noqa: F401
-        import pygments  # noqa: F401
-    except ImportError as error:
-        raise Unavailable(
-            f"pages need the lab extra: pip install 'attnlab[lab]' ({error})"
-        ) from error
+    check_installed("pages", "jinja2", "nbconvert", "pygments")
     make_output_folder(folder, "coverage_html")
 
 
@@ -257,14 +243,7 @@ def check_folder(folder: Path) -> None:
     Raises Unavailable if matplotlib or a package of the reports is missing, and InvalidCase if the folder
     cannot be created.
     """
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-        import pygments  # noqa: F401
-    except ImportError as error:
-        raise Unavailable(
-            f"pictures need the lab extra: pip install 'attnlab[lab]' ({error})"
-        ) from error
+    check_installed("pictures", "jinja2", "matplotlib", "pygments")
     make_output_folder(folder, "pictures")
 
 

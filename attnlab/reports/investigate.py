@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -25,7 +24,7 @@ from tempfile import TemporaryFile
 from types import ModuleType
 from typing import IO, Any, cast
 
-from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.errors import AttnLabError, check_installed
 from attnlab.case.flags import share_out
 from attnlab.case.output_file import check_output_file
 from attnlab.kernels.child_process import end_with_parent, ending_with_parent
@@ -574,7 +573,7 @@ def investigate(
     Raises AttnLabError before anything runs if no notebook has a parameter or ``reports`` cannot be
     written, InvalidCase for a wrong baseline or value, and Unavailable if Jupyter is not installed.
     """
-    _check_installed()
+    check_installed("attnlab investigate", "papermill", "nbconvert", "ipykernel")
     import_jsonschema()
     kept = None if baseline is None else read_baseline(baseline)
     with _quiet(), sharing_between_processes() as environment:
@@ -739,15 +738,6 @@ def _make_folder(executed: Path, paths: Sequence[Path]) -> None:
     files = [executed.parent / name for name in names] + [executed / path.name for path in paths]
     for file in files:
         check_output_file(file)
-
-
-def _check_installed() -> None:
-    """Raise Unavailable if a package that runs notebooks is missing."""
-    for package in ("papermill", "nbconvert", "ipykernel"):
-        if find_spec(package) is None:
-            raise Unavailable(
-                f"notebooks need {package}, which is not installed: pip install 'attnlab[lab]'"
-            )
 
 
 @contextmanager

@@ -66,10 +66,6 @@ class Observation:
         request = None if self.kind == "intent" else self.request
         return (kind, self.layer, self.rank, request, self.block, self.argument)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the observation as JSON-able values."""
-        return asdict(self)
-
 
 # The record of a process: JSON lines that are written as things happen, so that a killed server leaves
 # them.
@@ -149,7 +145,7 @@ class Tally:
             self._seen[key] += 1
             self._last[key] = one.step
             if self._seen[key] == 1:
-                self._records.write("observation", one.to_dict())
+                self._records.write("observation", asdict(one))
 
     def write_sometimes(self) -> None:
         """Append the counts so far to the record, at most once a second."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Document, Shown, json_fields
 from attnlab.serving.record import KINDS, Observation, read_records
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
 
@@ -36,7 +36,7 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the observation as JSON-able values."""
-        return {**self.first.to_dict(), **json_fields(self, without=("first",))}
+        return {**json_fields(self.first), **json_fields(self, without=("first",))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,9 @@ class ProcessRecord:
     counts: Mapping[str, int]
     worst: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the process as JSON-able values."""
-        return json_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CaptureReport(Shown):
+class CaptureReport(Document, Shown):
     """What a capture found.
 
     - ``folder``: of the records. ``found``: in the order of :data:`KINDS`, then of steps.
@@ -62,6 +58,8 @@ class CaptureReport(Shown):
     - ``unchecked``: what was not checked, and how often. ``notes``, ``errors``: texts.
     - ``exit_code``: of the command, None if unknown.
     """
+
+    _more = ("is_wrong", "has_checked")
 
     folder: str
     found: tuple[Found, ...]
@@ -95,10 +93,6 @@ class CaptureReport(Shown):
     def worst(self) -> float:
         """Return the largest error as a multiple of its bound."""
         return max((one.worst for one in self.processes), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-able values."""
-        return json_fields(self, "is_wrong", "has_checked")
 
 
 NO_PROCESS = (

@@ -70,7 +70,7 @@ class RayEngine(Pool[RaySlot]):
 
     def __init__(self, address: str | None = None, device: str = "cpu", stop: Stop = never) -> None:
         super().__init__()
-        check_installed("ray", "engine ray")
+        check_installed("engine ray", "ray")
         self._is_local, self.address = address is None, address
         self._name = f"the Ray cluster at {address}" if address else "a local Ray cluster"
         self._count = self._last_number = 0

@@ -24,6 +24,7 @@ from attnlab.tensors.formats import ElementFormat, store, written_format
 # block are written by indexed assignment.
 
 _CARRIERS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+MOST_COPIED = 1 << 24  # elements of a cache of which a diagnosis makes copies
 _BLOCKS_AT_A_TIME = 16  # 8 MiB of float16 for 64 heads of 128: fits the last-level cache
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import random
 import shlex
 
 import numpy as np
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.commands import error_line
 from helpers.examples import examples
 from helpers.strategies import cases
 from hypothesis import given, settings
@@ -26,7 +28,14 @@ from attnlab.case.fields import (
     OneOf,
     Span,
     Table,
+    difference,
+    suggestion,
 )
+from attnlab.case.lengths import Lengths, draw_lengths
+from attnlab.case.masks import DATA_FIELDS, MASK_DATA, MASKS
+from attnlab.case.ops import OPS, RELEASES, TRITON_OPS, VLLM_OPS, Op
+from attnlab.case.platforms import PLATFORMS
+from attnlab.contracts.contract import Target, contract
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
@@ -294,3 +303,251 @@ def test_an_integer_field_names_its_limits(name):
     with pytest.raises(InvalidCase) as caught:
         Case(**{name: value})
     assert "to 2147483647, got 100000000000" in str(caught.value)
+
+
+# Drawn lengths equal those of vLLM's test.
+
+
+QUERY_LENS = (880, 410, 792, 927, 446, 57, 281, 1004, 539, 1)
+CTX_LENS = (430, 956, 818, 865, 326, 1007, 504, 382, 613, 929)
+
+
+def test_seed_0_is_the_investigated_batch():
+    """The failure was reported with 5337 tokens, the last one a decode."""
+    lengths = Case().lengths
+    assert lengths.query_lens == QUERY_LENS
+    assert lengths.ctx_lens == CTX_LENS
+    assert lengths.num_tokens == 5337
+    assert lengths.num_tokens * 64 * 128 == 43_720_704
+    assert lengths.seq_lens[0] == 1310
+    assert lengths.seq_lens[-1] == 930
+
+
+def test_the_alibi_test_forces_no_decode():
+    """Without ``force_decode`` the tenth length stays, and the contexts are unchanged."""
+    lengths = Case(force_decode=False).lengths
+    assert lengths.query_lens[:9] == QUERY_LENS[:9]
+    assert lengths.query_lens[9] > 1
+    assert lengths.ctx_lens == CTX_LENS
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_the_draw_is_pythons_own(seed):
+    """Ten query lengths, then ten context lengths, from one generator with vLLM's limits."""
+    rng = random.Random(seed)
+    expected = [rng.randint(16, 1024) for _ in range(20)]
+    expected[9] = 1
+    lengths = draw_lengths(seed, 10, 1024, 1024, True)
+    assert [*lengths.query_lens, *lengths.ctx_lens] == expected
+
+
+def test_the_draw_leaves_pythons_generator_alone():
+    """The global random generator is not used, so other draws of a notebook do not change."""
+    random.seed(5)
+    before = random.getstate()
+    draw_lengths(99, 3, 50, 60, True)
+    assert random.getstate() == before
+
+
+def test_short_bounds():
+    """If a limit is below 16, it is both ends of the range."""
+    lengths = draw_lengths(0, 4, 3, 2, False)
+    assert lengths == Lengths(query_lens=(3, 3, 3, 3), ctx_lens=(2, 2, 2, 2))
+
+
+# The mask of a Case: what is refused, with which field, and the ways to state one.
+
+
+MASKED = {"op": "unified_attention", "query_lens": (3, 1), "ctx_lens": (5, 9)}
+
+
+def test_every_mask_has_an_op_and_its_data_a_field():
+    assert set(MASK_DATA) == set(DATA_FIELDS)
+    assert set(MASK_DATA) < set(FIELDS)
+    assert all(mask.ops or mask.name == "causal" for mask in MASKS.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"mask": "range"}, "mask"),
+        ({"mask": "ranges", "op": "context_attention_fwd"}, "mask"),
+        ({"mask": "bidirectional", "op": "merge_attn_states"}, "mask"),
+        ({"mask": "bidirectional", "release": "0.11.2"}, "mask"),
+        ({"mask": "bidirectional", "op": "context_attention_fwd", "alibi": True}, "alibi"),
+        ({"mask": "chunks"}, "sliding_window"),
+        ({"mask": "prefix_and_window"}, "sliding_window"),
+        ({"mask": "ranges", "sliding_window": 4, "freed": "empty"}, "freed"),
+        ({"mask": "ranges", "chunk_lookback": 1}, "chunk_lookback"),
+        ({"causal_seqs": (1, 0)}, "causal_seqs"),
+        ({"mask": "causal_by_sequence", "causal_seqs": (1,)}, "causal_seqs"),
+        ({"mask": "causal_by_sequence", "causal_seqs": (1, 2)}, "causal_seqs"),
+        ({"mask": "ranges", "mm_prefix_range": ((0, 3),)}, "mm_prefix_range"),
+        ({"mask": "ranges", "mm_prefix_range": ((0, 3, 4), (0, 1, 1))}, "mm_prefix_range"),
+        ({"mask": "ranges", "mm_prefix_range": ((0, 8), (0, 1))}, "mm_prefix_range"),
+        ({"mask": "ranges", "mm_prefix_range": ((3, 1), (0, 1))}, "mm_prefix_range"),
+        (
+            {"mask": "prefix_and_window", "sliding_window": 2, "rswa_prefix_lens": (9, 0)},
+            "rswa_prefix_lens",
+        ),
+        ({"mask": "chunks", "sliding_window": 2, "chunk_lookback": 2}, "chunk_lookback"),
+        ({"mask": "tree", "tree_parents": (0, 0)}, "tree_parents"),
+        ({"mask": "tree", "tree_parents": (0, 2, 0)}, "tree_parents"),
+    ],
+)
+def test_impossible_combinations(fields, field):
+    with pytest.raises(InvalidCase) as caught:
+        Case(**{**MASKED, **fields})
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_a_case_survives_json_and_the_command_line(mask):
+    given = {"causal_seqs": (1, 0), "rswa_prefix_lens": (4, 0), "chunk_lookback": 2}
+    given |= {"mm_prefix_range": ((0, 6), (2, 9)), "tree_parents": (0, 0, 1)}
+    data = {MASKS[mask].data: given[MASKS[mask].data]} if MASKS[mask].data else {}
+    case = Case(**MASKED, mask=mask, sliding_window=6, **data)
+    assert Case.from_json(case.to_json()) == case
+    assert mask == "causal" or f"--mask {mask}" in case.to_cli()
+
+
+# The table of ops: names, and agreement between abilities.
+
+
+OF_OPS = {"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16}
+
+
+def case_of(op: Op, **changes) -> Case:
+    """Return a small Case of an op on a backend, platform and release that it has."""
+    platform = {"platform": op.platforms[0]} if op.platforms else {}
+    context = {} if op.context else {"ctx_lens": (0, 0)}
+    return Case(op=op.name, backend=op.backends[0], **{**platform, **OF_OPS, **context, **changes})
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_each_op_has_a_case_and_a_description(name):
+    op = OPS[name]
+    assert op.name == name
+    assert len(op.summary.split()) > 4
+    assert case_of(op).spec is op
+    for feature in ("sinks", "softcap"):
+        is_passed = getattr(contract(name, Target(), name), feature) != "none"
+        assert is_passed == (getattr(op, feature) is not None)
+
+
+def test_the_folder_of_the_ops_depends_on_the_release():
+    op = OPS["unified_attention"]
+    old, new = (op.source(release) for release in RELEASES)
+    assert old == "vllm/attention/ops/triton_unified_attention.py, vLLM 0.11.2"
+    assert new == "vllm/v1/attention/ops/triton_unified_attention.py, vLLM 0.33.0"
+    assert set(VLLM_OPS) - set(TRITON_OPS) == {"cpu_attention_with_kv_cache"}
+
+
+FEATURES = {
+    "sinks": (True, lambda op: op.sinks),
+    "softcap": (3.0, lambda op: op.softcap),
+    "num_splits": (2, lambda op: op.num_splits),
+    "alibi": (True, lambda op: op.alibi),
+    "sliding_window": (8, lambda op: op.sliding_window),
+    "query_lens": ((3, 1), lambda op: op.prefill),
+    "interleave_v": (True, lambda op: op.interleave_v_releases),
+    "kv_cache_dtype": ("fp8_e5m2", lambda op: "fp8_e5m2" in op.kv_cache_dtypes),
+    "kv_layout": ("HND", lambda op: op.hnd),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("field", FEATURES)
+def test_a_case_is_refused_if_the_op_lacks_the_feature(name, field):
+    """The record alone decides; the error names the field."""
+    op, (value, accepts) = OPS[name], FEATURES[field]
+    if accepts(op):
+        assert getattr(case_of(op, **{field: value}), field) == value
+        return
+    with pytest.raises(InvalidCase) as caught:
+        case_of(op, **{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("op", "fill", "lens"),
+    [
+        ("chunked_prefill_paged_decode", "decode_rows", (4, 21)),
+        ("context_attention_fwd", "context_only", (4, 20)),
+        ("unified_attention", "all_rows", (7, 21)),
+    ],
+)
+def test_tokens_that_an_op_reads_from_the_cache(op, fill, lens):
+    """Context tokens, and the new tokens of decode sequences or of all sequences."""
+    case = Case(op=op, query_lens=(3, 1), ctx_lens=(4, 20))
+    assert case.spec.fill_read == fill
+    assert case.lengths.cached_lens(case.spec.fill_read) == lens
+
+
+# Suggestions for wrong values, names and flags.
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "meant"),
+    [
+        ("platform", "MI300X", "gfx942"),
+        ("platform", "mi250", "gfx90a"),
+        ("platform", "AMD Instinct MI355X", "gfx950"),
+        ("platform", "H100", "sm_90"),
+        ("platform", "NVIDIA H200", "sm_90"),
+        ("platform", "B200", "sm_90"),
+        ("platform", "a100", "sm_80"),
+        ("dtype", "fp16", "float16"),
+        ("dtype", "torch.bfloat16", "bfloat16"),
+        ("dtype", "bf16", "bfloat16"),
+        ("kv_cache_dtype", "e4m3", "fp8_e4m3"),
+        ("kv_cache_dtype", "E5M2", "fp8_e5m2"),
+        ("op", "unified-attention", "unified_attention"),
+        ("op", "chunked_prefil_paged_decode", "chunked_prefill_paged_decode"),
+        ("stage", "fill_al", "fill_all"),
+        ("release", "0.14.0", "0.33.0"),
+        ("release", "0.10.2", "0.11.2"),
+    ],
+)
+def test_a_near_value_is_suggested(field, word, meant):
+    with pytest.raises(InvalidCase) as caught:
+        Case(**{field: word})
+    assert meant in str(caught.value).rpartition(";")[0] + str(caught.value).partition("; ")[2]
+    assert meant in str(caught.value).partition("; ")[2]
+
+
+@pytest.mark.parametrize("word", ["quantum", "", "x" * 2000, "gfx", "日本"])
+def test_nothing_is_suggested_for_something_else(word):
+    assert suggestion(word, ("sm_80", "cpu")) == ""
+
+
+def test_a_gpu_without_rules_is_named_as_such():
+    assert "no rules for sm_100" in suggestion("B200", PLATFORMS)
+
+
+def test_a_field_of_json():
+    with pytest.raises(InvalidCase, match="num_heads"):
+        Case.from_dict({"num_head": 3})
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["rum"], "did you mean run?"),
+        (["explian"], "did you mean explain?"),
+        (["run", "--sliding-windw", "3"], "did you mean --sliding-window?"),
+        (["check", "--op", "unified_atention"], "did you mean unified_attention?"),
+        (["run", "--platform", "MI300X"], "did you mean gfx942?"),
+    ],
+)
+def test_commands_and_flags(capsys, argv, meant):
+    assert meant in error_line(capsys, argv)
+
+
+def test_what_differs_between_the_releases_with_rules():
+    assert [difference(version) for version in RELEASES] == ["", ""]
+    assert "softmax scale" in difference("0.14.0")
+    assert "ROCm kernel lets NaN" in difference("0.29.0")
+    assert "Triton" not in difference("0.29.0")
+    assert difference("0.32.0") == ""

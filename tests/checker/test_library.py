@@ -1,9 +1,11 @@
 """The check of a library: no finding for correct kernels, and every planted fault found and named."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, planted
 from helpers.sources import needs_triton
 
@@ -11,14 +13,17 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
-from attnlab.checker.finding import KINDS
+from attnlab.checker.case_run import CaseRun, never_reads_empty_slots
+from attnlab.checker.finding import KINDS, Location, location_of, op_locations
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.cli.main import main
+from attnlab.contracts.slot_states import EMPTY, STATES, SlotState
 from attnlab.kernels import find_backend
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import MemoryReport, SlotsRead
 
 pytestmark = needs_triton
 
@@ -228,3 +233,137 @@ def test_the_triton_example(what: str) -> None:
         "block size": [case for case in cases if case.block_size == 48],
     }[what]
     assert check_case(Lab(), backend, chosen[0]) == []
+
+
+# Where findings are in source code.
+
+
+UNIFIED = "unified_attention"
+FILE = """
+import math
+
+def helper():
+    pass
+
+def unified_attention(q):
+    pass
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "vllm" / "v1" / "attention" / "ops"
+    folder.mkdir(parents=True)
+    (folder / "triton_unified_attention.py").write_text(FILE)
+    return tmp_path
+
+
+def test_an_op_is_at_its_definition(checkout: Path) -> None:
+    """Relative to the root of the source; ops that the release does not have are left out."""
+    found = op_locations(find_backend("vllm", checkout, "cpu"))
+    file = "vllm/v1/attention/ops/triton_unified_attention.py"
+    assert found == {UNIFIED: Location(file=file, line=7)}
+    assert op_locations(find_backend("model")) == {}
+
+
+def test_a_kernel_of_a_user_is_at_its_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to the folder where the command runs, as a CI job shows it."""
+    kernel = "def kernel(call):\n    pass\n\n\nkernel.op = 'unified_attention'\n"
+    (tmp_path / "mine.py").write_text(f"\n\n{kernel}")
+    monkeypatch.chdir(tmp_path)
+    found = op_locations(find_backend("mine.py:kernel"))
+    assert found == {UNIFIED: Location(file="mine.py", line=3)}
+
+
+def test_evidence_names_a_line() -> None:
+    """In the folder of the op. Without a line, or for an op without a file, it is the op's or none."""
+    ops = {UNIFIED: Location(file="a/b/op.py", line=7)}
+    lines = {
+        "kernels.py:12 reads 4 bytes before out": Location(file="a/b/kernels.py", line=12),
+        "op.py:30 multiplies in int32: 1 × 2 = 3": Location(file="a/b/op.py", line=30),
+        "rows [1, 2] differ at 3:4": ops[UNIFIED],
+    }
+    for evidence, location in lines.items():
+        assert location_of(UNIFIED, evidence, ops) == location
+    assert location_of("merge_attn_states", "op.py:3 reads", ops) is None
+
+
+# A case that hangs or ends its process is a finding; the cases before and after it count.
+
+
+PLACE = "    key_cache, value_cache = to_flash"
+EXIT = "ctypes.CDLL(None)._exit(3)"  # cannot be caught
+
+
+def with_fault(folder, line, when="call.sliding_window"):
+    """Return the example kernel with a line that runs for some calls."""
+    assert PLACE in RIGHT
+    fault = f"    if {when}:\n        import ctypes, time\n        {line}\n{PLACE}"
+    return planted(folder, RIGHT.replace(PLACE, fault))
+
+
+def test_a_kernel_that_loops_is_a_finding(tmp_path):
+    report = checked_by_workers(with_fault(tmp_path, "time.sleep(1000)"), limit_s=3.0)
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "does not end")]
+    assert report.findings[0].case.sliding_window
+    assert "3 s" in report.findings[0].evidence
+    assert report.cases_run >= 5
+
+
+def test_a_kernel_that_ends_its_process_is_a_finding(tmp_path):
+    """The finding has the case that did it, and the other cases run."""
+    report = checked_by_workers(with_fault(tmp_path, EXIT))
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
+    assert report.findings[0].case.sliding_window
+    assert "exit code 3" in report.findings[0].evidence
+    assert report.cases_run >= 5
+
+
+def test_the_time_limit_holds_for_a_kernel_that_always_loops(tmp_path):
+    begin = time.monotonic()
+    report = checked_by_workers(
+        with_fault(tmp_path, "time.sleep(1000)", "True"), limit_s=2.0, seconds=2.0
+    )
+    assert [one.diagnosis for one in report.findings] == ["does not end"]
+    assert [entry.reason for entry in report.not_run] == ["the time was up"]
+    assert time.monotonic() - begin < 90
+
+
+# Which slots a traced run read, and whether its output can depend on empty ones.
+
+
+def run_that_read(
+    *entries: tuple[str, SlotState], traced: bool = True, outside: tuple[str, ...] = ()
+) -> CaseRun:
+    """Return a run that read one slot of each (tensor, state)."""
+    slots = tuple(
+        SlotsRead(tensor=tensor, seq=0, counts={**dict.fromkeys(STATES, 0), state: 1})
+        for tensor, state in entries
+    )
+    memory = MemoryReport(slots=slots, unwritten=()) if traced else None
+    return CaseRun(
+        output=torch.zeros(1), lse=None, padded=None, memory=memory, wraps=(), outside=outside
+    )
+
+
+KEY, VALUE = ("key_cache", SlotState.OWN), ("value_cache", SlotState.OWN)
+
+
+def test_reads_of_tokens_alone_do_not_follow_empty_slots() -> None:
+    assert never_reads_empty_slots(run_that_read(KEY, VALUE))
+    foreign = ("value_cache", SlotState.OTHER_SEQUENCE)
+    assert never_reads_empty_slots(run_that_read(KEY, VALUE, foreign))
+
+
+@pytest.mark.parametrize("state", [*EMPTY, SlotState.UNKNOWN])
+def test_an_empty_slot_or_an_unknown_reader_decides(state: SlotState) -> None:
+    assert not never_reads_empty_slots(run_that_read(KEY, VALUE, ("key_cache", state)))
+
+
+def test_without_a_full_trace_nothing_is_known() -> None:
+    assert not never_reads_empty_slots(run_that_read(KEY, VALUE, traced=False))
+    assert not never_reads_empty_slots(run_that_read(KEY))
+    assert not never_reads_empty_slots(run_that_read())
+    assert not never_reads_empty_slots(run_that_read(KEY, VALUE, outside=("f.py:3 …",)))

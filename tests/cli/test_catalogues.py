@@ -5,13 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from helpers.commands import document, printed
+from helpers.commands import SMALL, document, error_line, printed
 
 from attnlab import __version__
+from attnlab.case.case import Case
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.stages import STAGES
 from attnlab.cli.main import COMMANDS, main
+from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
+from attnlab.reports import investigate
+from study import claims
 
 CATALOGUES = {"stages": STAGES, "platforms": PLATFORMS, "defects": DEFECTS}
 
@@ -73,3 +77,55 @@ def test_the_completion_knows_every_command(capsys, tmp_path, shell):
         script = tmp_path / "completion"
         script.write_text(text)
         assert subprocess.run([shell, "-n", script], check=False).returncode == 0
+
+
+# attnlab explain: the kernels and the conditions.
+
+
+ARGV = ["explain", "--platform", "gfx1100", "--num-queries-per-kv", "4"]
+
+
+def test_the_text_has_each_term_and_reason(capsys):
+    text = printed(capsys, ARGV, 0)
+    decision = decide(Case(platform="gfx1100", num_queries_per_kv=4))
+    assert {"block_size"} <= {term.name for term in decision.refused}
+    for words in (*decision.kernels, *decision.reasons, *(term.name for term in decision.terms)):
+        assert words in text
+
+
+def test_the_document_has_the_terms(capsys):
+    found = document(capsys, ARGV, 0)
+    assert found["decode"] == "kernel_paged_attention_2d"
+    assert [term["name"] for term in found["terms"] if not term["holds"]] == ["block_size"]
+
+
+# attnlab claims: one row for each claim.
+
+
+def test_claims(capsys, monkeypatch):
+    monkeypatch.setattr(claims, "LEDGER", claims.LEDGER[8:10])
+    found = document(capsys, ["claims"], 0)
+    assert [(one["number"], one["verdict"]) for one in found] == [("C9", "holds"), ("C10", "holds")]
+    text = printed(capsys, ["claims"], 0)
+    for one in found:
+        assert f"{one['number']} {one['verdict']}" in text
+
+
+def test_an_installation_without_notebooks(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(investigate, "NOTEBOOKS", tmp_path)
+    assert "run attnlab from a checkout" in error_line(capsys, ["claims"])
+
+
+# attnlab power: counts, margins and remedies.
+
+
+def test_survivors_have_remedies_and_the_text_has_every_mutant(capsys):
+    argv = ["power", *SMALL, "--stage", "cast_after_cumsum", "--atol", "1e-4"]
+    found = document(capsys, argv, 1)
+    assert found["counts"]["survived"] > 5
+    by_name = {mutant["name"]: mutant for mutant in found["mutants"]}
+    assert by_name["scale_doubled"]["remedy"]["distribution"] == "normal"
+    assert found["models_pass"] is True
+    assert len(by_name) > 10
+    text = printed(capsys, argv, 1)
+    assert all(f"{name} {mutant['outcome']}" in text for name, mutant in by_name.items())

@@ -1,10 +1,19 @@
 """attnlab diagnose: of a Case, an output file and a saved call."""
 
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
 import torch
+from helpers import faulty_attention
 from helpers.cases import hostile
 from helpers.commands import FAILING, SMALL, document, error_line, printed
 from safetensors.torch import save_file
 
+import attnlab
+from attnlab.case.case import Case
+from attnlab.cli import demo
 from attnlab.cli.main import main
 from attnlab.lab.lab import Lab
 
@@ -70,3 +79,114 @@ def test_an_output_of_another_shape_is_refused(capsys, tmp_path):
     line = error_line(capsys, ["diagnose", *SMALL, "--output-file", str(tmp_path / "output")])
     assert "(6, 4, 64)" in line
     assert "(2, 2, 2)" in line
+
+
+# The command ``attnlab demo``: its kernel is right, and the fault that it plants is found.
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="interprets the kernel with Triton"
+)
+
+
+def test_the_fault_is_one_expression_of_one_line(tmp_path: Path) -> None:
+    file, line = demo.plant(tmp_path)
+    right, wrong = (path.read_text().splitlines() for path in (demo.KERNEL, file))
+    assert [n for n, (a, b) in enumerate(zip(right, wrong, strict=True), 1) if a != b] == [line]
+
+
+@needs_triton
+def test_the_kernel_is_right_and_the_planted_one_is_not(tmp_path: Path) -> None:
+    """Also with lengths of several tiles, and with blocks that are no tile."""
+    file, _ = demo.plant(tmp_path)
+    kernel = tmp_path / "right.py"
+    kernel.write_text(demo.KERNEL.read_text())
+    sizes = {"query_lens": (20, 1, 3), "ctx_lens": (0, 70, 31), "block_size": 8, "num_heads": 6}
+    case = attnlab.Case(**{**demo._CASE, **sizes, "num_queries_per_kv": 3})
+    outcomes = [
+        attnlab.run(case, backend=f"{path}:paged_attention").status for path in (kernel, file)
+    ]
+    assert outcomes == ["match", "mismatch"]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_demo_finds_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["found"]
+    assert f"line {found['line']}" in (tmp_path / "page.html").read_text()
+
+
+# The command ``attnlab xray``.
+
+
+FLAGS = (
+    *(
+        "--op",
+        "context_attention_fwd",
+        "--num-heads",
+        "2",
+        "--head-size",
+        "32",
+        "--block-size",
+        "16",
+    ),
+    *("--query-lens", "3,9", "--ctx-lens", "40,67", "--distribution", "normal"),
+)
+FIELDS = {
+    **{"op": "context_attention_fwd", "num_heads": 2, "head_size": 32, "block_size": 16},
+    **{"query_lens": (3, 9), "ctx_lens": (40, 67), "distribution": "normal"},
+}
+HALVED = f"{faulty_attention.__file__}:halved"
+
+
+def test_exit_code_and_document(capsys):
+    assert main(["xray", *FLAGS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "right"
+    assert main(["xray", *FLAGS, "--kernel", HALVED, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "described"
+
+
+def test_a_saved_call_is_measured_with_a_kernel_only(tmp_path, capsys):
+    """A call holds no kernel; without one, the lab's model was measured and found right."""
+    call = Lab().call(Case(**FIELDS))
+    file = tmp_path / "call.safetensors"
+    call.save(file)
+    assert main(["xray", "--call", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert "backend must be given to X-ray a saved call" in captured.err
+    assert captured.out == ""
+    assert main(["xray", "--call", str(file), "--kernel", HALVED, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "described"
+    assert main(["xray", "--call", str(file), "--source", "/no/such"]) == 2
+    assert "/no/such" in capsys.readouterr().err
+
+
+def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):
+    page = tmp_path / "xray.html"
+    assert main(["xray", *FLAGS, "--kernel", HALVED, "--no-confirm", "--html", str(page)]) == 1
+    text = page.read_text()
+    assert '"weights": {"0,0"' in text
+    assert "prefers-color-scheme: dark" in text
+    assert "multiplied by a further 1/2" in text
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--kernel", HALVED, "--backend", "model"], "kernel and backend must not"),
+        (["--limit-s", "0"], "limit-s must be positive"),
+        (["--call", "nowhere"], "nowhere"),
+        (["--html", "/nowhere/x.html"], "html must be in an existing folder"),
+        (["--op", "reshape_and_cache_flash"], "op must be an attention op"),
+        (["--num-blocks", "20000", "--num-heads", "64"], "rows × heads × slots must be"),
+    ],
+)
+def test_bad_input(argv, words, capsys):
+    flags = [] if "--op" in argv else FLAGS
+    assert main(["xray", *flags, *argv]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1

@@ -2,18 +2,23 @@
 
 import io
 import json
+import math
+import os
 import re
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.bad_input import CASE_FLAGS, OF_CATALOGUES, OWN_FLAGS, WITH_CASE, refused
-from helpers.commands import error_line
+from helpers.commands import SMALL, error_line, strict_json
 
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import OP_ARGUMENTS
+from attnlab.case.shown import json_value
 from attnlab.cli import main as command_line
-from attnlab.cli.command import Command
+from attnlab.cli.command import Command, print_json
 from attnlab.cli.main import COMMANDS, main
 
 HEAVY = ("torch", "triton", "matplotlib", "numpy", "vllm")
@@ -194,3 +199,103 @@ def test_flags_of_one_test_of_vllm_have_a_group_of_their_own(capsys):
     names = ("--stage", "--fill", "--num-seqs", "--draw-max-query-len", "--force-decode")
     assert [name for name in names if name not in own] == []
     assert "--query-lens" not in own
+
+
+# Every OSError is one line and exit code 2; exit code 1 never comes from an error.
+
+
+RUN = (sys.executable, "-m", "attnlab")
+
+
+def run(argv, **options):
+    """Run a command in a process; return its exit code and its standard error."""
+    done = subprocess.run([*RUN, *argv], stderr=subprocess.PIPE, text=True, timeout=120, **options)
+    return done.returncode, done.stderr
+
+
+def closed_pipe():
+    """Return the write end of a pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("argv", "end"),
+    [
+        (["explain"], "full"),
+        (["explain", "--json"], "closed"),
+        (["--help"], "full"),
+        ([], "closed"),
+    ],
+)
+def test_output_that_cannot_be_written(argv, end):
+    writer = closed_pipe() if end == "closed" else os.open("/dev/full", os.O_WRONLY)
+    try:
+        code, error = run(argv, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (code, error.count("\n")) == (2, 1), error
+    assert error.startswith("attnlab: ")
+
+
+def test_a_closed_standard_output():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m attnlab explain >&-"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+@pytest.mark.parametrize("cache", ["/proc", "/dev/null", "a file"])
+def test_a_cache_that_cannot_be_used(capsys, monkeypatch, tmp_path, cache):
+    if cache == "a file":
+        (tmp_path / "file").write_text("")
+        cache = str(tmp_path / "file")
+    monkeypatch.setenv("ATTNLAB_CACHE", cache)
+    error = error_line(capsys, ["fetch", "0.33.0"])
+    assert error.startswith(f"attnlab: the cache folder {cache}"), error
+
+
+def test_a_folder_as_input(capsys, tmp_path):
+    for flags in (["diagnose", "--call"], ["diagnose", "--output-file"], ["explain", "--case"]):
+        assert str(tmp_path) in error_line(capsys, [*flags, str(tmp_path)])
+
+
+def test_standard_input_that_is_no_text(capsys, monkeypatch):
+    for argv in (["explain", "--case", "-"], ["decode-error"]):
+        text = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x80"), encoding="utf-8", errors="strict")
+        monkeypatch.setattr("sys.stdin", text)
+        error = error_line(capsys, argv)
+        assert error.startswith("attnlab: standard input must be a readable text file")
+
+
+def test_save_call_replaces_no_device(capsys, tmp_path):
+    """As root a rename would replace the device node itself."""
+    link = tmp_path / "full"
+    link.symlink_to("/dev/full")
+    for path in (link, Path("/dev/full")):
+        assert "save-call must" in error_line(capsys, ["run", *SMALL, "--save-call", str(path)])
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+# JSON output is strict: NaN and infinities have one representation each.
+
+
+def test_numbers_that_json_lacks_are_strings(capsys):
+    print_json({"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": None, "e": 3}})
+    found = strict_json(capsys.readouterr().out)
+    assert found == {"a": [1.5, "nan", ["inf"]], "b": {"c": "-inf", "d": None, "e": 3}}
+
+
+@pytest.mark.parametrize("value", [True, 0, -1.5, "nan", None, [], {}])
+def test_other_values_stay(value):
+    assert json_value(value) == value
+
+
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": -Infinity}'])
+def test_the_strict_reader_refuses_pythons_dialect(text):
+    with pytest.raises(AssertionError):
+        strict_json(text)

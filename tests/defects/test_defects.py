@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fault_injection import correct_run, plant
 from helpers.cases import hostile, same_bits
 
 from attnlab import defects
@@ -14,6 +15,7 @@ from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
+from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.kernels import model
@@ -25,6 +27,7 @@ from attnlab.lab.problem import (
     all_rows,
     make_problem,
     sample_rows,
+    scores_of,
 )
 from attnlab.lab.reference import reference
 from attnlab.mutation.report import is_equivalent
@@ -315,3 +318,223 @@ def test_the_catalogue_applies_to_a_plain_case():
     case = Case(num_heads=4, query_lens=(3, 1), ctx_lens=(4, 6))
     problem = make_problem(case)
     assert sum(defect.applies(problem) for defect in DEFECTS.values()) > 20
+
+
+# Defects of masks: each changes an output, and the diagnosis of that output names it.
+
+
+LAB = Lab()
+FIELDS = {
+    "op": "unified_attention",
+    "platform": "sm_90",
+    "num_heads": 2,
+    "num_queries_per_kv": 2,
+    "head_size": 16,
+    "query_lens": (36, 5, 20),
+    "ctx_lens": (24, 30, 41),
+    "distribution": "normal",
+    "fill": "all_rows",
+    "reference_dtype": "float64",
+}
+RANGES = ((10, 55, 0, 0), (10, 33, 0, 0), (20, 40, 45, 60))
+# For each defect the mask and the window of a Case in which it differs from all others.
+CASES = {
+    "bidirectional_ignored": ("bidirectional", 0),
+    "causality_of_next_sequence": ("causal_by_sequence", 0),
+    "window_right_side_open": ("bidirectional", 9),
+    "window_of_first_row": ("bidirectional", 9),
+    "ranges_ignored": ("ranges", 0),
+    "range_cut_at_tile": ("ranges", 0),
+    "range_one_shorter": ("ranges", 0),
+    "ranges_of_next_sequence": ("ranges", 0),
+    "window_lost_in_range": ("ranges_in_window", 12),
+    "range_beyond_window": ("ranges_in_window", 12),
+    "range_cut_by_window": ("ranges", 12),
+    "prefix_hidden": ("prefix_and_window", 7),
+    "prefix_one_longer": ("prefix_and_window", 7),
+    "prefix_of_next_sequence": ("prefix_and_window", 7),
+    "chunk_lookback_off_by_one": ("chunks", 12),
+    "chunks_as_window": ("chunks", 12),
+    "tree_ignored": ("tree", 0),
+    "tree_row_shifted": ("tree", 0),
+    "tree_at_sequence_start": ("tree", 0),
+    "window_both_sides": ("causal_by_sequence", 9),
+    "causal_plus_one": ("ranges", 5),
+    "window_plus_one": ("prefix_and_window", 7),
+}
+
+
+def case_of(mask, window):
+    """Return the Case of a mask and a window."""
+    ranges = {"mm_prefix_range": RANGES} if mask.startswith("ranges") else {}
+    return Case(**FIELDS, mask=mask, sliding_window=window, **ranges)
+
+
+def test_every_defect_of_a_mask_has_a_case():
+    assert {one.name for one in (*BIDIRECTIONAL, *BRANCHES)} <= set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_diagnosis_names_the_defect(name):
+    """An output with the defect is wrong, and the defect is among the explanations."""
+    defect, case = DEFECTS[name], case_of(*CASES[name])
+    problem = make_problem(case, LAB.batch(case))
+    assert defect.applies(problem)
+    parts = [defect.compute(problem, rows).output for rows in all_rows(problem)]
+    output = torch.cat(parts).to(problem.call.output.dtype)
+    found = diagnose(case, output, lab=LAB, propose=False, limit=None)
+    assert found.is_wrong
+    assert name in {one.name for one in found.explanations}
+
+
+@pytest.mark.parametrize("mask", sorted({mask for mask, _ in CASES.values()}))
+def test_a_right_output_has_no_finding(mask):
+    case = case_of(mask, 9)
+    assert diagnose(case, lab=LAB, propose=False).status == "nothing wrong"
+
+
+def test_no_defect_of_a_mask_applies_to_causal_attention():
+    case = Case(**{**FIELDS, "query_lens": (3, 1), "ctx_lens": (5, 9)}, sliding_window=4)
+    problem = make_problem(case)
+    assert [one.name for one in (*BIDIRECTIONAL, *BRANCHES) if one.applies(problem)] == []
+
+
+# Defects of the softmax, scales and loops: each equals a kernel written with the fault, and is named.
+
+
+LENS = {"query_lens": (1, 40, 1, 18), "ctx_lens": (75, 50, 300, 0)}
+PLAIN = hostile(**LENS, empty_slots="garbage", platform="sm_90")
+WINDOW = hostile(**LENS, empty_slots="garbage", platform="sm_90", sliding_window=21)
+FP8 = hostile(
+    **LENS, empty_slots="garbage", platform="sm_90", kv_cache_dtype="fp8", k_scale=0.7, v_scale=0.3
+)
+NEW = {
+    "accumulator_not_rescaled": PLAIN,
+    "sum_not_rescaled": PLAIN,
+    "rescale_in_base_2": PLAIN,
+    "exp2_for_exp": PLAIN,
+    "log2e_in_scale": PLAIN,
+    "tile_counted_twice": PLAIN,
+    "merge_weights_exchanged": PLAIN,
+    "merge_in_base_2": PLAIN,
+    "short_part_not_rescaled": PLAIN,
+    "page_is_tile": PLAIN,
+    "k_scale_is_v_scale": FP8,
+    "v_scale_is_k_scale": FP8,
+    "window_ignored_in_context": WINDOW,
+    "window_ignored_in_new_tokens": WINDOW,
+    "window_off_in_context": WINDOW,
+    "window_off_in_new_tokens": WINDOW,
+    "alibi_sign": hostile(**LENS, empty_slots="garbage", platform="sm_90", alibi=True),
+    "softcap_over_mask": hostile(
+        **LENS, empty_slots="garbage", platform="sm_90", op="unified_attention", softcap=2.0
+    ),
+}
+
+
+def names_of(case: Case, planted: str, without: bool) -> list[str]:
+    """Plant a defect and return the explanations, with or without it among the candidates."""
+    lab = Lab()
+    problem, output = correct_run(lab, case)
+    wrong = plant(problem, output, DEFECTS[planted], "all")
+    defects = [defect for name, defect in DEFECTS.items() if not (without and name == planted)]
+    diagnosis = diagnose(case, wrong, lab=lab, defects=defects, propose=False)
+    assert diagnosis.is_wrong
+    return [candidate.name for candidate in diagnosis.explanations]
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_planted_defect_is_named_and_nothing_else_is(name):
+    """Without it among the candidates there is no explanation: no other defect equals it."""
+    assert names_of(NEW[name], name, without=False) == [name]
+    assert names_of(NEW[name], name, without=True) == []
+
+
+def test_every_variant_of_a_tile_is_named():
+    """The diagnosis finds the size of the tile, too."""
+    lab = Lab()
+    problem, output = correct_run(lab, PLAIN)
+    for variant in DEFECTS["accumulator_not_rescaled"].expand()[:3]:
+        wrong = plant(problem, output, variant, "all")
+        cause = diagnose(PLAIN, wrong, lab=lab, propose=False).cause
+        assert cause is not None
+        assert cause.text == variant.text
+
+
+def tiles_of(problem: Problem, seq: int, size: int) -> list[range]:
+    """Return the tiles of a loop over the cached keys, then of a loop over the others."""
+    end, cached = problem.seq_len(seq), problem.cached_len(seq)
+    tiles = [range(start, min(start + size, cached)) for start in range(0, cached, size)]
+    return tiles + [range(start, min(start + size, end)) for start in range(cached, end, size)]
+
+
+def online(problem: Problem, row_slice: RowSlice, size: int, fault: str) -> torch.Tensor:
+    """Compute attention tile by tile, with a running maximum, as kernels do, and with a fault."""
+    inputs = problem.attention_inputs(row_slice)
+    scores, value = scores_of(inputs), inputs.value.transpose(0, 1)
+    maximum = torch.full((*scores.shape[:2], 1), -1e30, dtype=torch.float64)
+    total, accumulator = torch.zeros_like(maximum), torch.zeros_like(maximum) * value[:, :1]
+    for tile in tiles_of(problem, row_slice.seq, size):
+        part = scores[..., tile.start : tile.stop]
+        raised = torch.maximum(maximum, part.amax(-1, keepdim=True))
+        factor = (maximum - raised).exp2() if fault == "base 2" else (maximum - raised).exp()
+        weights = (part - raised).exp()
+        if fault != "sum":
+            total = total * factor
+        if fault != "accumulator":
+            accumulator = accumulator * factor
+        total = total + weights.sum(-1, keepdim=True)
+        accumulator = accumulator + weights @ value[:, tile.start : tile.stop]
+        maximum = raised
+    return (accumulator / total).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("accumulator_not_rescaled", "accumulator"),
+        ("sum_not_rescaled", "sum"),
+        ("rescale_in_base_2", "base 2"),
+    ],
+)
+def test_the_prediction_is_that_of_a_loop_over_tiles(name, fault):
+    problem = make_problem(PLAIN)
+    variants = dict(zip((16, 32, 64, 128), DEFECTS[name].variants, strict=True))
+    for seq in range(problem.num_seqs):
+        tokens = torch.arange(problem.query_len(seq))
+        row_slice = RowSlice(seq=seq, tokens=tokens, heads=torch.arange(6))
+        assert (
+            online(problem, row_slice, 32, "none") - problem.correct(row_slice).output
+        ).abs().max() < 1e-9
+        for size, (_, compute) in variants.items():
+            predicted = compute(problem, row_slice).output
+            assert (online(problem, row_slice, size, fault) - predicted).abs().max() < 1e-9
+
+
+def test_the_merge_in_base_2_weighs_by_misread_logarithms():
+    """Context and new tokens of one prefill, merged by hand."""
+    problem = make_problem(PLAIN)
+    row_slice = RowSlice(seq=1, tokens=torch.arange(40), heads=torch.arange(6))
+    inputs = problem.attention_inputs(row_slice)
+    scores, value = scores_of(inputs), inputs.value.transpose(0, 1)
+    parts = [(scores[..., :50], value[:, :50]), (scores[..., 50:], value[:, 50:])]
+    outputs = torch.stack([part.softmax(-1) @ values for part, values in parts])
+    logs = torch.stack([part.logsumexp(-1) for part, _ in parts])
+    for name, weights in (
+        ("merge_in_base_2", (logs * math.log2(math.e)).softmax(0)),
+        ("merge_weights_exchanged", logs.softmax(0).flip(0)),
+    ):
+        merged = (weights[..., None] * outputs).sum(0).transpose(0, 1)
+        predicted = DEFECTS[name].compute(problem, row_slice).output
+        assert (merged - predicted).abs().max() < 1e-9
+
+
+def test_a_cap_over_the_mask_leaves_weight_on_later_keys():
+    problem = make_problem(NEW["softcap_over_mask"])
+    row_slice = RowSlice(seq=3, tokens=torch.tensor([0]), heads=torch.arange(6))
+    inputs = problem.attention_inputs(row_slice)
+    scores = scores_of(dataclasses.replace(inputs, visible=torch.ones_like(inputs.visible)))
+    scores[..., 1:] = -2.0
+    expected = (scores.softmax(-1) @ inputs.value.transpose(0, 1)).transpose(0, 1)
+    predicted = DEFECTS["softcap_over_mask"].compute(problem, row_slice).output
+    assert (expected - predicted).abs().max() < 1e-9

@@ -120,9 +120,10 @@ def test_a_name_of_a_leak_must_hold_in_further_cases():
         (lambda case: case.sliding_window and case.alibi, ("a sliding window", "ALiBi slopes")),
         (lambda case: case.sliding_window or max(case.lengths.ctx_lens) > 200, None),
         (lambda case: case.sliding_window and case.seed == MIXED.seed, None),
+        (lambda case: case.sm_scale is None, ("the default softmax scale",)),
         (lambda case: True, None),
     ],
-    ids=["one", "two", "another fault", "no further case", "always"],
+    ids=["one", "two", "another fault", "no further case", "default scale", "always"],
 )
 def test_features_are_stated_if_outputs_without_them_are_right(is_spoilt, features):
     def spoil(case: Case, output: torch.Tensor) -> None:

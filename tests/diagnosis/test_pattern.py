@@ -12,10 +12,11 @@ from helpers.cases import hostile
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
-from attnlab.diagnosis.cells import locate
+from attnlab.diagnosis.cells import cells_of, locate
 from attnlab.diagnosis.describe import describe, key_rules
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern_values import _added
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of, weights_of
@@ -128,6 +129,22 @@ def test_a_constant_added(sound):
     (added,) = pattern.of("added")
     assert added.values["value"] == pytest.approx(0.01, rel=0.01)
     assert pattern.is_complete
+
+
+def test_a_head_of_nearly_equal_elements_contradicts_no_added_number(sound):
+    """They differ by less than half a step of float16 near 1."""
+    problem, output = sound
+    heads = output.flatten(0, 1).double()
+    correct = torch.cat([heads[:1] * 1e-4, heads[1:]])
+    added = torch.linspace(0.3, 1.0, len(correct), dtype=torch.float64)[:, None].flip(0)
+    wrong = correct + added
+    some = cells_of(problem, output, torch.zeros(output.shape[:2]))
+    cells = dataclasses.replace(
+        some, output=wrong, correct=correct, bound=torch.full_like(correct, 1e-6)
+    )
+    ((fact, mask),) = _added(cells, torch.ones(len(correct), dtype=torch.bool))
+    assert "one number is added to all elements" in fact.what
+    assert bool(mask.all())
 
 
 def test_nan_in_one_head(sound):

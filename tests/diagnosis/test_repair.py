@@ -156,9 +156,23 @@ def test_an_edit_that_hides_behind_a_feature_or_a_size_is_no_claim(
     )  # a test that is never true is no claim, whatever the cases
     assert hidden is None if "WINDOW" in after else hidden.repair is wrong
     # other heads, then a window
-    monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 4))
+    monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 5))
     claim = find_claim(lab, case, [wrong, right])
     assert (claim.repair, claim.is_stated, claim.others) == (right, True, ())
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+def test_an_edit_of_a_test_that_leaves_a_feature_wrong_is_no_claim(tmp_path, monkeypatch, is_all):
+    """It switches the branch off where the feature is off, and the fault may be in the branch."""
+    monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 5))
+    lab = Lab(device="cpu")
+    case, _ = planted(tmp_path, "if WINDOW:", "if WINDOW >= 0:")
+    if not is_all:
+        file = tmp_path / "kernel.py"
+        file.write_text(file.read_text().replace("slot < BLOCK\n", "slot < BLOCK - (WINDOW > 0)\n"))
+    repairs = locate_lines(lab, case, None, LIMIT).repairs
+    right = next(one for one in repairs if one.edit.text.startswith("`WINDOW > 0` "))
+    assert (find_claim(lab, case, [right]) is not None) == is_all
 
 
 def test_a_further_case_that_loops_is_left_out(tmp_path, monkeypatch):

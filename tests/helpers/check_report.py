@@ -1,8 +1,7 @@
 """A report of a check with one entry of each kind, for the tests of its renderings."""
 
 from attnlab.case.case import Case
-from attnlab.checker.finding import Finding, KnownFinding
-from attnlab.checker.locations import Location
+from attnlab.checker.finding import Finding, KnownFinding, Location
 from attnlab.checker.report import NotRun, Report
 
 UNIFIED, PREFILL, MERGE = "unified_attention", "context_attention_fwd", "merge_attn_states"

@@ -11,9 +11,8 @@ from attnlab.horizon.assumed import assumed_launches
 from attnlab.horizon.deployment import PRESETS, Deployment, read_deployment
 from attnlab.horizon.launch import Launch, evaluate, read_launches
 from attnlab.horizon.machine import running
-from attnlab.horizon.solve import KernelHorizon, Search, kernel_horizon
 from attnlab.horizon.source import load_kernels
-from attnlab.horizon.survey import LAUNCHES, survey
+from attnlab.horizon.survey import LAUNCHES, KernelHorizon, Search, kernel_horizon, survey
 
 FILE = Path(__file__).parent / "kernels.py"
 WIDTH = 4096

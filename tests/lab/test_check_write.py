@@ -1,12 +1,14 @@
 """Cache writes in further formats: models and vLLM's ops are right, and planted faults are found."""
 
+import dataclasses
 import shutil
 
 import pytest
+import torch
 from helpers.drawn_cases import draw_writes
-from helpers.sources import needs_triton, of_release
+from helpers.sources import RELEASES, needs_triton, of_release, sdist
 
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, KernelFailed, KernelRejected, Unsupported
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.writes import (
     CACHE_FORMATS,
@@ -14,11 +16,14 @@ from attnlab.lab.writes import (
     DS_LATENT,
     DS_SIZES,
     HND,
+    LATENT,
     NHD,
     PER_TOKEN_HEAD,
     X_SPLIT,
     WriteCase,
     check_write,
+    cuda_write,
+    make_write_inputs,
     model_write,
     vllm_write,
     write_variants,
@@ -150,3 +155,131 @@ def test_a_fault_in_the_source_is_found(name, tmp_path):
     assert before in text
     file.write_text(text.replace(before, after))
     assert kinds <= set(check_write(case, vllm_write(find_source(root))))
+
+
+# Cache writes by vLLM's CUDA source on the emulated device are right, and planted faults are found.
+
+
+FILE, VECTORS = "csrc/cache_kernels.cu", "csrc/quantization/vectorization_utils.cuh"
+CONVERSIONS = "csrc/quantization/w8a8/fp8/nvidia/quant_utils.cuh"
+MLA = WriteCase(cache_format=LATENT, num_kv_heads=1)
+DS = WriteCase(cache_format=DS_LATENT, num_kv_heads=1, dtype="bfloat16", **DS_SIZES)
+# The file, the text, what it becomes, and the case and the kinds of errors that show it; None: the op fails.
+FAULTS = {
+    "block stride without the gap": (
+        FILE,
+        "int block_stride = kv_cache.stride(0);",
+        "int block_stride = kv_cache.stride(1) * block_size;",
+        MLA,
+        {"numbers", "elsewhere"},
+    ),
+    "rotary part one element late": (
+        FILE,
+        "copy(k_pe, kv_cache, k_pe_stride, block_stride, pe_dim, kv_lora_rank);",
+        "copy(k_pe, kv_cache, k_pe_stride, block_stride, pe_dim, kv_lora_rank + 1);",
+        MLA,
+        {"numbers", "elsewhere"},
+    ),
+    "tokens without a slot are written": (FILE, "if (slot_idx < 0) {", "if (false) {", MLA, None),
+    "multiplied by the scale": (
+        CONVERSIONS,
+        "half_to_float(a) / scale",
+        "half_to_float(a) * scale",
+        WriteCase(cache_format=LATENT, num_kv_heads=1, kv_cache_dtype="fp8", k_scale=0.5),
+        {"numbers"},
+    ),
+    "block offset in 32 bits": (
+        FILE,
+        "          block_idx * block_stride + block_offset * entry_stride + i + offset;",
+        "          (int)block_idx * block_stride + (int)block_offset * entry_stride + i + offset;",
+        write_variants()["mla: block offsets beyond 2³¹ elements"],
+        None,
+    ),
+    "vectors at any address": (
+        VECTORS,
+        "((out_addr & (OUT_WIDTH - 1)) == 0) &&",
+        "true &&",
+        WriteCase(cache_format=NHD, head_size=20, value_size=20, num_kv_heads=2, slot_gap=1),
+        None,
+    ),
+}
+
+
+def test_a_scale_that_clips_or_wastes_bits_is_found():
+    for factor in (0.5, 4.0):
+
+        def write(case, inputs, factor=factor):
+            model_write(case, inputs)
+            slot = inputs.slots[0]
+            scales = inputs.caches["kv_cache"][slot // case.block_size, slot % case.block_size, 0]
+            scales[512:528].view(torch.float32).mul_(factor)
+
+        assert "scales" in check_write(DS, write)
+
+
+def is_misaligned(case, write):
+    """Answer whether a write fails with a misaligned vector."""
+    try:
+        check_write(case, write)
+    except KernelFailed as error:
+        return "misaligned address" in str(error)
+    return False
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("version", RELEASES)
+def test_the_source_is_right_on_random_writes(version):
+    """The bytes are those of the model; 0.11.2 stores another scale and may write misaligned vectors."""
+    write = vllm_write(sdist(version))
+    for cache_format in CUDA_FORMATS:
+        for case in draw_writes(cache_format, 12, seed=3):
+            if version == "0.11.2" and is_misaligned(case, write):
+                continue
+            assert check_write(case, write) == {}, case
+            if version == "0.33.0":
+                found, expected = make_write_inputs(case), make_write_inputs(case)
+                write(case, found)
+                model_write(case, expected)
+                assert all(torch.equal(found.memory[n], expected.memory[n]) for n in found.memory)
+
+
+@pytest.mark.releases
+def test_findings_of_0_33_0():
+    """float16 latents of fp8_ds_mla are read as integers; HND with fewer than 32 elements does not end."""
+    write, cases = vllm_write(sdist("0.33.0")), write_variants()
+    assert check_write(cases["fp8_ds_mla: float16"], write).keys() == {"scales"}
+    with pytest.raises(KernelFailed, match="does not end"):
+        check_write(WriteCase(cache_format=HND, num_kv_heads=1, head_size=8, value_size=8), write)
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_cuda_source_is_found(name, tmp_path):
+    path, before, after, case, kinds = FAULTS[name]
+    root = tmp_path / "vllm-source"
+    shutil.copytree(sdist("0.33.0").root, root)
+    text = (root / path).read_text()
+    assert before in text
+    (root / path).write_text(text.replace(before, after))
+    write = vllm_write(find_source(root))
+    if kinds is None:
+        with pytest.raises(KernelFailed, match=r"\.cuh?:\d+$"):
+            check_write(case, write)
+    else:
+        assert kinds <= set(check_write(case, write))
+
+
+@pytest.mark.releases
+def test_the_ops_reject_what_they_check():
+    inputs, write = make_write_inputs(MLA), cuda_write(sdist("0.33.0"))
+    narrow = dataclasses.replace(inputs, slots=inputs.slots.int())
+    with pytest.raises(KernelRejected, match="expected scalar type Long but found Int"):
+        write(MLA, narrow)
+
+
+def test_a_source_without_csrc_is_refused(tmp_path):
+    ops = tmp_path / "vllm" / "attention" / "ops"
+    ops.mkdir(parents=True)
+    (ops / "one.py").write_text("")
+    with pytest.raises(Unsupported, match="concat_and_cache_mla is a C\\+\\+ op"):
+        check_write(MLA, vllm_write(find_source(tmp_path)))

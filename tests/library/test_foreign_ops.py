@@ -123,6 +123,12 @@ def test_wrong_input_is_one_line(tmp_path, words, text, capsys):
     assert text in line
 
 
+def test_a_call_that_is_replayed_on_an_op_needs_no_source(capsys):
+    assert main(["replay", "call.safetensors", "--op", "acme_ops:attend"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "module acme_ops of backend cannot be imported" in line
+
+
 @needs_triton
 def test_what_cannot_be_imported_is_named(tmp_path):
     report = check(

@@ -7,7 +7,9 @@ import types
 
 import pytest
 
+from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
+from attnlab.lab.lab import Lab
 from study import predictions
 from study.claims import (
     FAILS,
@@ -21,7 +23,9 @@ from study.claims import (
     ledger,
     production,
 )
+from study.claims.cases import like_the_test
 from study.claims.ledger import Claim
+from study.hypotheses import predict, table_of
 from study.production import check_available
 
 EXPECTED = {
@@ -184,3 +188,78 @@ def test_the_engine_itself_decides():
         pytest.skip(str(reason))
     production._timeline.cache_clear()
     assert [one.judge(one.claim).verdict for one in production.ENTRIES] == [HOLDS, HOLDS]
+
+
+# Every hypothesis predicts a range by the same steps; only an unwritten row allows any size.
+
+
+def failing() -> Case:
+    return like_the_test(num_heads=2, stage="int32_before_cumsum")
+
+
+def observed() -> dict[str, object]:
+    """Return the observations of the failure, at the size of failing()."""
+    case = failing()
+    row = case.lengths.num_tokens - 1
+    elements = case.num_heads * case.head_size
+    return {"row": row, "elements": elements, "largest": 1.6855, "after the cast moved": 0}
+
+
+def test_an_unwritten_row_allows_any_size() -> None:
+    prediction = predict(Lab(), failing(), {})
+    assert prediction.smallest is not None
+    assert prediction.smallest < 1e-2
+    assert prediction.largest == 65504.0
+    assert all(prediction.agrees(observed()).values())
+    assert not prediction.agrees({**observed(), "row": 0})["row"]
+
+
+def test_a_missing_token_predicts_its_own_size() -> None:
+    changes = {"query_start_loc_dtype": "int32", "fill": "context_only", "empty_slots": "garbage"}
+    prediction = predict(Lab(), failing(), changes)
+    assert prediction.largest is not None
+    assert prediction.largest < 1
+    agrees = prediction.agrees(observed())
+    assert (agrees["row"], agrees["largest"], agrees["after the cast moved"]) == (
+        True,
+        False,
+        False,
+    )
+
+
+def test_a_rejected_call_has_no_range() -> None:
+    prediction = predict(Lab(), failing(), {"stage": "int64"})
+    assert (prediction.status, prediction.elements, prediction.largest) == ("rejected", None, None)
+    ((name, output, *_),) = table_of({"rejected": prediction}, observed())
+    assert (name, output) == ("rejected", "no: rejected")
+
+
+# The predictions follow from the contracts; test_claims.py compares them with the experiments.
+
+
+def test_a_kernel_that_rejects_every_int64_tensor_changes_the_predictions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rejects = dict.fromkeys(predictions.INDEX_TENSORS, "reject")
+    monkeypatch.setattr(predictions, "on_int64", lambda case: rejects)
+    claims = predictions.predict_claims()
+    assert (claims["C1"], claims["C2"], claims["C4"]) == (HOLDS, HOLDS, FAILS)
+
+
+@pytest.mark.parametrize("stage", ["int64", "int32_before_cumsum", "fill_all", "sound"])
+@pytest.mark.parametrize("platform", ["gfx942", "sm_90"])
+def test_the_predicted_status_is_that_of_the_run(stage: str, platform: str) -> None:
+    lab, case = Lab(), like_the_test(num_heads=2, stage=stage, platform=platform)
+    assert predictions.predict_status(lab, case) == lab.run(case).status
+
+
+def test_a_misread_query_start_loc() -> None:
+    case = like_the_test(
+        query_lens=(1,) * 3, ctx_lens=(40,) * 3, stage="sound", query_start_loc_dtype="int64"
+    )
+    assert predictions.read_as_int32(Lab().run(case)) == {
+        "read": [0, 0, 1, 0],
+        "lengths": [0, 1, -1],
+        "sequences": [1],
+        "rows": [0],
+    }

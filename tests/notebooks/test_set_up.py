@@ -4,6 +4,7 @@ from helpers.notebooks import NOTEBOOKS
 from nbclient import NotebookClient
 from nbformat import v4
 
+from study.html_table import table
 from study.set_up import alt_text, plain_text
 
 PLOT = "import matplotlib.pyplot as plt; ax = plt.subplots()[1]; ax.set_title('two rows');"
@@ -36,3 +37,13 @@ def test_the_titles_of_all_axes_are_in_the_text() -> None:
 
 def test_plain_text_has_no_tags() -> None:
     assert plain_text('<span class="a">1 &lt; 2</span>') == "1 < 2"
+
+
+# Tables of a notebook: text at the left, numbers at the right.
+
+
+def test_sides_of_columns():
+    found = table("name", "count", "text", rows=[("a", 1.25, "1 of 2"), ("b", "7e-06", "none")])
+    sides = [cell.partition(";")[0] for cell in found._repr_html_().split("text-align: ")[1:]]
+    assert [side.partition('"')[0] for side in sides] == ["left", "right", "left"] * 3
+    assert repr(found).splitlines()[1].split() == ["a", "1.25", "1", "of", "2"]

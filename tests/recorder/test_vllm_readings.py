@@ -1,22 +1,30 @@
 """Calls of vLLM's ops whose meaning is not in the names of their arguments alone."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
-from helpers.cases import hostile
+from helpers.cases import hostile, same_bits
+from helpers.masked_cases import random_case
+from helpers.sources import RELEASES, needs_triton, of_release, release
 
+import attnlab
 from attnlab.case.case import Case
-from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER
+from attnlab.contracts.contract import Target
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.decision import collect_evidence
+from attnlab.kernels.binding import bind
+from attnlab.kernels.vllm.backend import load
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.recorder.arguments import BoundArguments, call_of_reading, read_arguments
 from attnlab.recorder.ops import FOLDERS, vllm_ops
 from attnlab.show.sheets.results import contents
 from attnlab.tensors.call import Origin
+from attnlab.tensors.visibility import Visibility
 
 OPS_OF = {one.op: one for one in vllm_ops() if one.module.startswith(FOLDERS[1])}
 PREFILL_OP = OPS_OF[PREFILL]
@@ -160,3 +168,100 @@ def test_a_decode_may_have_a_table_with_a_third_dimension():
     }
     found = OPS_OF[DECODE_FWD].read(arguments).fields["block_table"]
     assert torch.equal(found, call.block_table)
+
+
+# vLLM's own Triton ops, of two releases and under the interpreter, are recorded and found correct.
+
+
+FOLDER_OF = {"0.11.2": "vllm.attention.ops"}
+LENS = {
+    WRAPPER: {"query_lens": (5, 1), "ctx_lens": (20, 33)},
+    PREFILL: {"query_lens": (5, 3), "ctx_lens": (20, 33)},
+    UNIFIED: {"query_lens": (5, 1), "ctx_lens": (20, 33)},
+    DECODE_FWD: {"query_lens": (1, 1), "ctx_lens": (20, 33)},
+}
+SAME = ("query", "key_cache", "value_cache", "block_table", "seq_lens", "query_start_loc")
+
+
+@needs_triton
+@pytest.mark.releases
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("op", LENS)
+def test_a_recorded_call_is_the_call(monkeypatch, op, version):
+    """Its tensors are those that the lab passed, and its output has nothing wrong; a changed one has."""
+    source = release(version)
+    if isinstance(source, str):
+        pytest.skip(source)
+    case = hostile(
+        op=op,
+        backend="vllm",
+        release=version,
+        platform="sm_90",
+        output_init="recycled",
+        empty_slots="zeros",  # 0.11.2 multiplies NaN in the tail of a block by 0
+        sm_scale=0.2,
+        **LENS[op],
+    )
+    module = load(source, case.machine, "cpu").loader.load(OPS[op].module)
+    folder = FOLDER_OF.get(version, "vllm.v1.attention.ops")
+    monkeypatch.setitem(sys.modules, f"{folder}.{OPS[op].module}", module)
+    lab = Lab(source=source.path, device="cpu")
+    with attnlab.capture() as calls:
+        result = lab.run(case)
+    (call,) = calls
+    assert (call.op, call.origin.program, call.sm_scale) == (op, "vllm", 0.2)
+    assert (call.unknown_arguments, call.read_as, call.is_foreign) == ((), (), False)
+    for name in SAME:
+        assert same_bits(getattr(call, name), getattr(result.call, name)), name
+    assert same_bits(call.output, result.call.output)
+    assert not torch.equal(call.before, call.output)
+    assert attnlab.diagnose(call, platform="sm_90", release=version).status == "nothing wrong"
+    wrong = call.output.clone()
+    wrong[-1] *= 2
+    assert attnlab.diagnose(call, wrong, platform="sm_90", release=version).wrong_rows == 1
+
+
+# Captured calls with a mask have a reference: they are found correct, and wrong without their mask.
+
+
+FIELDS = [field.name for field in dataclasses.fields(Visibility)]
+
+
+@needs_triton
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("mask", "data"),
+    [
+        ("bidirectional", {"causal": True}),
+        ("causal_by_sequence", {"causal": True}),
+        ("ranges", {"mm_prefix_range": None}),
+        ("ranges_in_window", {"mm_prefix_clamp_sliding_window": False}),
+        ("prefix_and_window", {"rswa_prefix_lens": None}),
+        ("chunks", {"chunk_lookback": -1}),
+        ("tree", {"qq_bias": None}),
+    ],
+)
+def test_arguments_become_the_same_mask(mask, data):
+    """The arguments that the op of 0.33.0 gets are read back, and the call is diagnosed."""
+    changes = {"query_lens": (19, 3, 2), "ctx_lens": (20, 0, 37), "mm_prefix_range": None}
+    changes |= dict.fromkeys(("causal_seqs", "rswa_prefix_lens", "tree_parents", "chunk_lookback"))
+    changes |= {"sliding_window": 6, "dtype": "float32", "block_size": 16}
+    case = random_case(mask, 2, **changes)
+    lab = Lab()
+    call = lab.call(case)
+    call.output.copy_(lab.reference(case).to(call.output.dtype))
+    source, target = of_release("0.33.0"), Target.of(case)
+    function = load(source, target.platform, "cpu").function(case.op)
+    reading = read_arguments(bind(function, call, target))
+    next(op for op in vllm_ops() if op.op == case.op).adjust(bind(function, call, target), reading)
+    for name in ("causal", "mm_prefix_range", "rswa_prefix_lens"):
+        given = reading.fields.get(name)
+        if isinstance(given, torch.Tensor):  # an engine's buffer, with room for more sequences
+            reading.fields[name] = torch.cat([given, given])
+    again = call_of_reading(reading, Origin(release="0.33.0"), op=case.op, layout="flash")
+    assert again.unmodelled == ()
+    for name in FIELDS:
+        one, other = getattr(call, name), getattr(again, name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+    assert attnlab.diagnose(again).status == "nothing wrong"
+    assert attnlab.diagnose(dataclasses.replace(again, **data)).status != "nothing wrong"

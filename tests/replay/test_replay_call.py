@@ -1,10 +1,12 @@
 """Replays of a call: verdicts, agreement with the recorded output, exit codes, and bad input."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from helpers.clones import UNIFIED, UNIFIED_FAULT, clone_of
@@ -269,3 +271,138 @@ def test_git_bisect_names_the_commit(tmp_path, monkeypatch, capsys):
     (clone / "vllm/v1/attention/ops" / UNIFIED).write_text("import nothing_here\n")
     found = document(capsys, [*replay[3:]], 125)
     assert "nothing_here" in found["replays"][0]["reason"]
+
+
+# The probe: kernels with planted faults, and a correct one whose order of sums depends on the batch.
+
+
+END = "        call.output[rows] ="
+NOISE = "import random\n" + RIGHT.replace(
+    END, "        value = value + 0.1 * random.random()\n" + END
+)
+LEAK = (
+    RIGHT.replace("[:seq_len]", "[:seq_len + 1]")
+    .replace("torch.arange(seq_len) - at", "torch.arange(seq_len + 1).clamp(max=seq_len) - at")
+    .replace("hidden = away > 0", "hidden = away > 1")
+)
+BATCH = RIGHT.replace(
+    "scores = query @", "scale *= 1 + 0.2 * (len(starts) > 2)\n        scores = query @"
+)
+KEPT = RIGHT.replace(END, "        if query.shape[1] == 1:\n            continue\n" + END)
+ORDERED = RIGHT.replace(
+    "(weights @ value)",
+    "((weights[..., 1::2] @ value[:, 1::2] + weights[..., ::2] @ value[:, ::2])"
+    " if len(starts) > 2 else weights @ value)",
+)
+
+
+def probed(folder, text, **changes):
+    return attnlab.probe_call(call_of(**changes), backend=kernel_file(folder, text, "kernel"))
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "kind"),
+    [
+        (RIGHT, "no change", None),
+        (WRONG, "wrong computation", None),
+        (NOISE, "corruption", "repeat"),
+        (LEAK, "corruption", "foreign"),
+        (BATCH, "corruption", "batch"),
+        (KEPT, "corruption", "foreign"),
+        (ORDERED, "reduction order", "batch"),
+    ],
+    ids=["right", "wrong", "noise", "leak", "batch", "kept", "ordered"],
+)
+def test_verdicts(tmp_path, text, verdict, kind):
+    found = probed(tmp_path, text, dtype="float32")  # float16 hides most orders of sums
+    assert found.verdict == verdict
+    assert found.conclusion.startswith(verdict)
+    changed = {one.kind for one in found.variations if one.changes_bits}
+    assert kind is None or kind in changed
+    assert (verdict in ("wrong computation", "no change")) == (not changed)
+
+
+def test_splits_of_an_op_that_has_them():
+    """The model of an op ignores splits; a release without the argument is not asked for them."""
+    names = [one.name for one in attnlab.probe_call(call_of()).variations]
+    assert "4 splits" in names
+    assert "without splits" in names
+    call = call_of(op="chunked_prefill_paged_decode")
+    assert not any("splits" in one.name for one in attnlab.probe_call(call).variations)
+
+
+def test_the_command(capsys, tmp_path):
+    path = tmp_path / "call.safetensors"
+    call_of().save(path)
+    assert document(capsys, ["replay", str(path), "--probe"], 0)["verdict"] == "no change"
+    wrong = ["--backend", kernel_file(tmp_path, BATCH, "batch")]
+    found = document(capsys, ["replay", str(path), "--probe", *wrong], 1)
+    (alone,) = [one for one in found["variations"] if one["name"] == "each sequence alone"]
+    assert alone["change"]["in_bounds"] > 2
+    assert "probe must" in error_line(
+        capsys, ["replay", str(path), "--probe", *wrong, "--backend", "model"]
+    )
+
+
+# Random cases on two kernels: which side is wrong, and that equal bits are not asked for.
+
+
+def compared(capsys, *words):
+    code = main(["compare", *words, "--random", "5", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_side_that_is_wrong_is_named(capsys, tmp_path):
+    right, wrong = kernel_file(tmp_path, RIGHT, "right"), kernel_file(tmp_path, WRONG, "wrong")
+    code, found = compared(capsys, right, "--against", wrong)
+    assert code == found["exit_code"] == 1
+    count = sum(one["outcomes"][1]["status"] == "mismatch" for one in found["cases"])
+    assert count > 1
+    assert found["sentences"] == [f"{wrong} is wrong in {count} of 5 cases"]
+    code, found = compared(capsys, wrong, "--against", right)
+    assert code == 1
+    assert found["sentences"] == [f"{wrong} is wrong in {count} of 5 cases"]
+    assert found["cases"][0]["run"].startswith("attnlab run ")
+
+
+def test_right_kernels_with_other_bits_agree(capsys, tmp_path):
+    right = kernel_file(tmp_path, RIGHT, "right")
+    code, found = compared(
+        capsys, right, "--against", "model", "--html", str(tmp_path / "page.html")
+    )
+    assert (code, len(found["cases"])) == (0, 5)
+    assert all(one["status"] == "match" for case in found["cases"] for one in case["outcomes"])
+    assert "both are right" in (tmp_path / "page.html").read_text()
+
+
+# A new notebook: its experiments run, and a kernel that is repaired afterwards fails its verdicts.
+
+
+@pytest.fixture
+def notebook(tmp_path, capsys):
+    """Return a notebook of the saved call of a wrong kernel, and the file of that kernel."""
+    kernel, call = kernel_file(tmp_path, WRONG, "mine"), tmp_path / "call.safetensors"
+    call_of(query_lens=(3,), ctx_lens=(14,), num_heads=2).save(call)
+    words = ["new-investigation", "Why?", "--from", str(call), "--kernel", kernel]
+    assert main([*words, "--notebooks-folder", str(tmp_path), "--json"]) == 0
+    return tmp_path / "01-why.ipynb", tmp_path / "mine.py", json.loads(capsys.readouterr().out)
+
+
+def test_the_cells_find_again_what_was_found(notebook, tmp_path):
+    path, kernel, printed = notebook
+    assert printed["notebook"] == str(path)
+    cells = nbformat.read(path, as_version=4).cells
+    nbformat.validate(nbformat.read(path, as_version=4))
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    code = code.replace("attnlab.plot(result);", "").replace("attnlab.plot(xray);", "")
+    exec(compile(code, "notebook", "exec"), {})
+    kernel.write_text(RIGHT)
+    with pytest.raises(AssertionError) as failed:
+        exec(compile(code, "notebook", "exec"), {})
+    assert "the output" in str(failed.value)
+
+
+def test_a_right_kernel_is_no_start(tmp_path, capsys):
+    right = kernel_file(tmp_path, RIGHT, "right")
+    words = ["new-investigation", "Why?", "--from", right, "--notebooks-folder", str(tmp_path)]
+    assert "must be wrong in a random case" in error_line(capsys, words)

@@ -4,22 +4,29 @@ import gc
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
 from helpers.notebooks import OOM_KILL, SEGFAULT, VERDICTS, write_notebook
+from helpers.processes import is_running, popen, wait_for
 
+from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.reports import investigate as module
 from attnlab.reports.investigate import (
     SIGNALS,
     _last_words,
+    can_fork,
     default_jobs,
     find_notebooks,
     free_memory_gib,
     investigate,
+    start_fork_server,
 )
 from attnlab.reports.notebook_result import Results, all_ok, write_verdicts
 from attnlab.reports.pages import write_index
@@ -315,3 +322,251 @@ def test_the_last_line_of_a_kernel_without_warnings(tmp_path):
     words.write_bytes(b"[IPKernelApp] WARNING | x\n")
     with words.open("rb") as file:
         assert _last_words(file) == ""
+
+
+# Notebooks are found by name; bad input and unwritable reports are one line.
+
+
+@pytest.fixture
+def names(tmp_path):
+    for name in ("03-cast.ipynb", "01-newest-token.ipynb", "10-scale.ipynb", "scratch.ipynb"):
+        write_notebook(tmp_path / name, name, parameters="seed = 0\nplatform = 'gfx90a'")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ([], ["01-newest-token", "03-cast", "10-scale"]),
+        (["03"], ["03-cast"]),
+        (["3", "newest-token"], ["03-cast", "01-newest-token"]),
+        (["10-scale.ipynb", "10", "scale"], ["10-scale"]),
+        (["notebooks/01-newest-token.ipynb", "03-cast"], ["01-newest-token", "03-cast"]),
+    ],
+)
+def test_notebooks_are_found_by_number_slug_or_file(names, asked, found):
+    assert [path.stem for path in find_notebooks(asked, names)] == found
+
+
+@pytest.mark.parametrize("name", ["2", "new", "scratch", "", "03-cast.html"])
+def test_an_unknown_notebook_is_an_error(names, name):
+    with pytest.raises(AttnLabError) as error:
+        find_notebooks(["03", name], names)
+    assert str(error.value) == (
+        f"notebook must be one of 01-newest-token, 03-cast, 10-scale; got {name!r}"
+    )
+
+
+def test_a_folder_without_notebooks_is_an_error(tmp_path):
+    with pytest.raises(AttnLabError, match=r"must hold notebooks named NN-slug\.ipynb, got none"):
+        find_notebooks([], tmp_path)
+
+
+def test_an_unknown_parameter_is_an_error_before_the_run(names):
+    with pytest.raises(AttnLabError) as error:
+        investigate(
+            find_notebooks([], names),
+            parameters={"seed": 1, "plattform": "x"},
+            reports=names / "r",
+            timeout_s=9,
+        )
+    assert str(error.value) == (
+        "parameter must be one that a notebook has (platform, seed), got 'plattform'"
+    )
+    assert not (names / "r").exists()
+
+
+def test_reports_that_cannot_be_written_are_one_line(names):
+    (names / "file").write_text("in the way")
+    with pytest.raises(AttnLabError) as error:
+        investigate(
+            find_notebooks(["3"], names), parameters={}, reports=names / "file", timeout_s=9
+        )
+    assert str(error.value) == f"{names}/file/executed cannot be made or written: Not a directory"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the user")
+def test_reports_without_write_permission_are_one_line(names):
+    """Permissions do not restrict root, so the test runs as user nobody."""
+    for folder in (names, *names.parents):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    (names / "r" / "executed").mkdir(parents=True)
+    for folder in (names / "r", names / "r" / "executed"):
+        folder.chmod(0o755)  # independent of the umask
+    os.seteuid(65534)
+    try:
+        with pytest.raises(AttnLabError, match="cannot be made or written: Permission denied"):
+            investigate(
+                find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9
+            )
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["index.html", "verdicts.json", "03-cast.html", "executed/03-cast.ipynb"]
+)
+def test_a_folder_in_the_way_of_a_report_is_one_line(names, name):
+    (names / "r" / name).mkdir(parents=True)
+    with pytest.raises(AttnLabError) as error:
+        investigate(find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9)
+    assert str(error.value) == f"{names}/r/{name} must be a regular file or a new one"
+
+
+def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):
+    monkeypatch.setitem(sys.modules, "papermill", None)
+    with pytest.raises(Unavailable, match=r"pip install 'attnlab\[lab\]'"):
+        investigate([], parameters={}, reports=names / "r", timeout_s=9)
+
+
+# Kernels that are forked end with the process that wanted them, and only a plain command is forked.
+
+
+START = """
+import os, sys, tempfile, time
+from attnlab.reports.investigate import fork_kernel, start_fork_server
+assert start_fork_server({})
+with tempfile.TemporaryFile() as words:
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", sys.argv[1]]
+    print(fork_kernel(command, os.environ, None, words).pid, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([sys.executable, "-m", "ipykernel_launcher", "-f", "file"], True),
+        ([sys.executable, "-m", "ipykernel_launcher", "-f", "file", "--debug"], True),
+        ([sys.executable, "-X", "dev", "-m", "ipykernel_launcher", "-f", "file"], False),
+        (["another-python", "-m", "ipykernel_launcher", "-f", "file"], False),
+        ([sys.executable, "-m", "another_kernel", "-f", "file"], False),
+    ],
+)
+def test_which_commands_are_forked(command, expected):
+    assert can_fork(command) is expected
+
+
+def test_a_thread_starts_no_fork_server():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(start_fork_server({})))
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are forked on Linux only")
+def test_a_kernel_ends_with_a_process_that_is_killed(tmp_path):
+    connection = tmp_path / "connection.json"
+    words = [sys.executable, "-c", START, str(connection)]
+    with popen(words, stdout=subprocess.PIPE, text=True) as starter:
+        kernel = int(starter.stdout.readline())
+        wait_for(connection.exists)  # ipykernel has started
+        assert is_running(kernel)
+        starter.kill()
+        wait_for(lambda: not is_running(kernel))
+
+
+# An interrupted run reports finished and unfinished notebooks, and leaves no process running.
+
+
+INVESTIGATE = "import sys; from attnlab.cli.main import main; sys.exit(main())"
+# A kernel with a child process, as in the notebook of the engine; it writes both process ids.
+ASLEEP = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+with open("pids.part", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.replace("pids.part", "pids")
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "code", "line"),
+    [
+        ("SIGINT", 130, "attnlab: interrupted"),
+        ("SIGTERM", 143, "attnlab: terminated by SIGTERM"),
+    ],
+)
+def test_an_interrupted_run_keeps_its_results(tmp_path, name, code, line):
+    write_notebook(tmp_path / "11-one.ipynb", "One", "1 + 1")
+    write_notebook(tmp_path / "12-two.ipynb", "Two", "before = 1", ASLEEP, "after = 1")
+    write_notebook(tmp_path / "13-three.ipynb", "Three", "1 + 1")
+    reports, pids = tmp_path / "r", tmp_path / "pids"
+    words = ("--jobs", "1", "--notebooks-folder", str(tmp_path), "--reports", str(reports))
+    with popen(
+        [sys.executable, "-c", INVESTIGATE, "investigate", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            wait_for(pids.exists, limit_s=180)
+            process.send_signal(getattr(signal, name))
+            stdout, stderr = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, stdout) == (code, "")
+    lines = stderr.splitlines()
+    assert lines[0].startswith("attnlab: 1 of 3: 11-one passed in ")
+    assert sorted(lines[1:]) == sorted([line, f"attnlab: results so far: {reports}/index.html"])
+    kernel, child = pids.read_text().split()
+    wait_for(lambda: not is_running(int(kernel)) and not is_running(int(child)), limit_s=30)
+    check_reports(reports)
+
+
+def check_reports(reports):
+    """Assert that each of the three files lists all three notebooks."""
+    document = json.loads((reports / "verdicts.json").read_text())
+    place = f"interrupted in cell 3 of 4: {ASLEEP.strip().splitlines()[0]}"
+    assert [(one["name"], one["status"], one["message"]) for one in document["notebooks"]] == [
+        ("11-one", "passed", ""),
+        ("12-two", "interrupted", place),
+    ]
+    assert (document["not_run"], document["ok"]) == (["13-three"], False)
+    suites = {suite.get("name"): suite[0] for suite in ET.parse(reports / "junit.xml").getroot()}
+    assert suites["12-two"].find("error").get("message") == place
+    assert suites["13-three"].find("skipped").get("message") == "not run"
+    index = (reports / "index.html").read_text()
+    assert "1 not run yet</b>: 13-three" in index
+    assert (reports / "11-one.html").exists()
+    assert not (reports / "13-three.html").exists()
+    two = (reports / "12-two.html").read_text()
+    assert '<p class="banner interrupted">' in two
+    assert "<span>not run</span><code>after = 1</code>" in two
+
+
+# jsonschema is imported without its slow parser, and notebooks are still validated.
+
+
+CODE = """
+import sys
+{before}
+from attnlab.reports.investigate import import_jsonschema
+import_jsonschema()
+print("jsonschema" in sys.modules, sys.modules.get("rfc3987_syntax", "absent") == "absent")
+import nbformat
+try:
+    cells = [{{"cell_type": "wrong"}}]
+    nbformat.validate({{"nbformat": 4, "nbformat_minor": 5, "metadata": {{}}, "cells": cells}})
+except nbformat.ValidationError:
+    print("refused")
+"""
+
+
+def printed(before: str) -> list[str]:
+    """Return the lines that a new process prints."""
+    command = [sys.executable, "-c", CODE.format(before=before)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_the_parser_is_left_out_and_a_wrong_notebook_is_refused() -> None:
+    assert printed("") == ["True True", "refused"]
+
+
+def test_a_parser_that_is_there_stays() -> None:
+    before = "import types; sys.modules['rfc3987_syntax'] = types.ModuleType('rfc3987_syntax')"
+    assert printed(before) == ["False False", "refused"]

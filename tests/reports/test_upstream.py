@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE
 from helpers.upstream import script_outcome, written
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.masks import MASKS
 from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
-from attnlab.reports.upstream import has_script, write_reports
+from attnlab.lab.lab import Lab
+from attnlab.reports.upstream import has_script, mask_facts, render, tensor_text, write_reports
+from attnlab.tensors.case_visibility import mask_of
 
 pytestmark = needs_triton
 
@@ -239,3 +243,41 @@ def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         write_reports([found], tmp_path / "file", "vllm 0")
     assert main(["check", "--report", str(tmp_path)]) == 2
     assert "report must be given with a vLLM" in capsys.readouterr().err
+
+
+# The mask in a script: its function and its data say the same as the Visibility of the call.
+
+
+LENGTHS = {"query_lens": (5, 8, 1), "ctx_lens": (20, 9, 30)}
+WINDOWS = {"ranges_in_window": 5, "prefix_and_window": 6, "chunks": 16}
+CALLS = {
+    **{name: {"sliding_window": WINDOWS.get(name, 0)} for name in MASKS if name != "causal"},
+    "bidirectional": {"sliding_window": 7},
+    "causal_by_sequence": {"causal_seqs": (0, 1, 0), "sliding_window": 4},
+    "ranges": {"mm_prefix_range": ((2, 23), (9, 15), (0, 0)), "sliding_window": 3},
+    "tree": {"tree_parents": (0, 0, 1, 1, 2, 3, 3, 4)},
+}
+
+
+@pytest.mark.parametrize("mask", CALLS)
+def test_the_function_sees_what_the_call_says(mask):
+    case = CASE.replace(mask=mask, fill="all_rows", backend="model", **LENGTHS, **CALLS[mask])
+    assert has_script(case)
+    call = Lab().call(case)
+    facts = {**mask_facts(call), "sliding_window": case.sliding_window}
+    names = {"torch": torch, "ctx_lens": LENGTHS["ctx_lens"], "seq_lens": call.seq_lens.tolist()}
+    data = "\n".join(f"{name} = {text}" for name, text in facts["mask_data"].items())
+    exec(f"{data}\n{render('mask.py.j2', facts)}", names)
+    for seq in range(3):
+        whole = mask_of(call, seq)
+        expected = whole.visible(torch.arange(whole.ctx_len, whole.seq_len))
+        assert torch.equal(names["visible"](seq), expected)
+
+
+def test_a_tensor_as_text():
+    given = torch.tensor([[0.5, -torch.inf], [torch.inf, 1.0]])
+    assert torch.equal(eval(tensor_text(given), {"torch": torch}), given)
+
+
+def test_a_causal_call_has_no_mask():
+    assert mask_facts(Lab().call(CASE))["mask"] is None

@@ -5,24 +5,34 @@ import shutil
 
 import pytest
 import torch
-from helpers import faulty_attention
+from helpers import faulty_attention, hooked_attention
 from helpers.sources import needs_triton, of_release
 
 import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.cpu import load
-from attnlab.weights.key_rules import KeyHead, KeyTimes, OtherSlots, TopLeftMask, ZeroKeys
+from attnlab.weights.key_rules import (
+    KeyHead,
+    KeyTimes,
+    OtherSlots,
+    TileTimes,
+    TopLeftMask,
+    ZeroKeys,
+)
+from attnlab.weights.plan import LAST, right_keys
 from attnlab.weights.rule import Constant
 from attnlab.weights.score_rules import (
     AlibiFactor,
     Gain,
+    HeadGain,
+    HeadScore,
     LoopBase,
     MaskCapped,
     NotRescaled,
     ScoreFactor,
 )
-from attnlab.weights.xray import predict_case
+from attnlab.weights.xray import XRay, predict_case
 
 SPEC = f"{faulty_attention.__file__}:"
 FIELDS = {
@@ -348,3 +358,151 @@ def test_weights_that_are_not_known_are_not_right(monkeypatch):
     found = attnlab.xray(case)
     assert (found.status, found.is_wrong) == ("undecided", True)
     assert found.sentences[0].startswith("not decided: precision")
+
+
+# Laws of weights: constants of tiles, parts and heads, scales of keys and values, rows of zeros.
+
+
+OF_LAWS = {
+    "num_heads": 4,
+    "num_queries_per_kv": 2,
+    "head_size": 32,
+    "block_size": 16,
+    "query_lens": (5, 9, 20),
+    "ctx_lens": (40, 67, 90),
+    "distribution": "normal",
+    "empty_slots": "garbage",
+    "output_init": "nan",
+    "platform": "sm_90",
+}
+
+
+def xray_of(name: str, **options):
+    op = getattr(hooked_attention, name).op
+    case = Case(**OF_LAWS, op=op, backend=f"{hooked_attention.__file__}:{name}")
+    return attnlab.xray(case, **options)
+
+
+def described(name: str):
+    """Return the rules of a description that a second case confirms."""
+    found = xray_of(name)
+    assert (found.status, found.confirmed) == ("described", True), found.sentences
+    return found.description.rules
+
+
+def test_a_constant_of_a_tile_names_the_tile():
+    (rule,) = described("tile_1_three_times")
+    assert isinstance(rule, TileTimes)
+    assert (rule.steps.tile, rule.steps.only, rule.of) == (32, 1, "values")
+    assert rule.times.number == pytest.approx(3, rel=1e-3)
+
+
+def test_a_rule_that_changes_no_decode_here_is_tried_for_prefills_alone():
+    """The decode has no key in tile 2. Those of the second case have, and they are right."""
+    fields = {
+        **OF_LAWS,
+        "query_lens": (5, 1),
+        "ctx_lens": (90, 50),
+        "op": "chunked_prefill_paged_decode",
+    }
+    case = Case(**fields, backend=f"{hooked_attention.__file__}:tile_2_in_prefills")
+    found = attnlab.xray(case)
+    assert (found.status, found.confirmed) == ("described", True), found.sentences
+    assert found.description.scope.kernels == ("context_attention_fwd",)
+
+
+def test_a_missing_rescale_names_the_part():
+    (rule,) = described("last_part_not_rescaled")
+    assert isinstance(rule, NotRescaled)
+    steps = rule.rescale.steps
+    assert (steps.tile, steps.only, rule.rescale.of, rule.rescale.split) == (
+        *(16, LAST),
+        *("values", True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "factors"),
+    [
+        ("gain_of_each_head", HeadGain, {1: 1.25, 2: 1.5, 3: 1.75}),
+        ("scale_of_each_head", HeadScore, {1: 1.2, 2: 1.4, 3: 1.6}),
+    ],
+)
+def test_a_constant_of_each_head(name, kind, factors):
+    (rule,) = described(name)
+    assert isinstance(rule, kind)
+    assert {head: one.number for head, one in rule.factors} == pytest.approx(factors, rel=1e-3)
+
+
+def test_scales_of_keys_and_values_are_stated_separately():
+    found = xray_of("keys_and_values_scaled")
+    assert found.confirmed
+    assert {(type(rule), rule.part) for rule in found.description.rules} == {
+        (ScoreFactor, "cache"),
+        (Gain, "cache"),
+    }
+    scales = found.to_dict()["magnitudes"]
+    assert scales["explains_all_weights"]
+    for name, factor in (("key", 0.8), ("new_key", 1), ("value", 1.7), ("new_value", 1)):
+        assert scales[name] == pytest.approx([factor] * 4, rel=2e-3), name
+    assert any(sentence.startswith("scales: cached keys × 0.8;") for sentence in found.sentences)
+
+
+def test_values_of_another_block():
+    (rule,) = described("values_of_next_block")
+    assert rule == OtherSlots("value", slot_shift=16)
+
+
+def test_values_of_other_heads_must_predict_a_second_case(monkeypatch):
+    found = xray_of("values_of_other_heads")
+    assert (found.status, found.confirmed) == ("described", True)
+    monkeypatch.setattr("attnlab.weights.conclude.predicts_values", none_predicted)
+    assert xray_of("values_of_other_heads").status == "undecided"
+
+
+def none_predicted(setup, measurement, faults) -> torch.Tensor:
+    return torch.zeros(len(setup.rows), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("name", ["coarse_with_zeros", "zeros_in_row_3"])
+def test_rows_of_zeros_are_stated_and_are_no_loss_of_precision(name):
+    found = xray_of(name)
+    assert found.status == "described"
+    assert "0 in every head" in found.sentences[0]
+
+
+def test_a_large_cache_is_searched_without_its_distant_slots():
+    fields = {**OF_LAWS, "num_blocks": 600, "num_heads": 2, "op": "context_attention_fwd"}
+    case = Case(**fields, backend=f"{faulty_attention.__file__}:causal_one_too_many")
+    found = attnlab.xray(case, confirm=False)
+    assert found.status == "described"
+    assert found.weights.shape[2] > 9600
+    assert found.wrong.any()
+
+
+# The X-ray of a Case with a mask expects the keys of the mask, and the models have them.
+
+
+def masked(mask: str, **changes: object) -> XRay:
+    """Return the X-ray of a small Case with a mask."""
+    case = Case(
+        op="unified_attention",
+        mask=mask,
+        query_lens=(5,),
+        ctx_lens=(12,),
+        num_heads=1,
+        head_size=16,
+        block_size=16,
+        distribution="normal",
+        platform="sm_90",
+        fill="all_rows",
+    )
+    return attnlab.xray(case.replace(**changes), confirm=False)
+
+
+@pytest.mark.parametrize("mask", ["bidirectional", "ranges", "tree"])
+def test_the_models_are_right(mask):
+    """And the expected keys are those of the mask, not those of causal attention."""
+    found, causal = masked(mask), masked("causal")
+    assert found.status == "right"
+    assert not right_keys(found.setup).equal(right_keys(causal.setup))

@@ -29,6 +29,7 @@ from attnlab.kernels.triton.probe import LaunchLog, Line
 from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.run_log import TooLong
 from attnlab.kernels.triton.source_edits import Edit, edits
+from attnlab.lab.error_map import as_slice
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.quantised import OUTPUT_SCALE
@@ -241,7 +242,7 @@ def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialT
         lse = output[..., 0].T if is_turned else output[..., 0]
         right = torch.ones(lse.shape, dtype=torch.bool)
         near = (lse[: len(expected)].double() - expected).abs() <= bound
-        ran_here = (_slice(rows), _slice(heads))
+        ran_here = (as_slice(rows), as_slice(heads))
         right[: len(expected)][ran_here] = near[ran_here]
         if has_padding:
             right[len(expected) :] = lse[len(expected) :] == -torch.inf
@@ -259,10 +260,6 @@ def argument_at(launches: list[LaunchLog], address: int) -> torch.Tensor | None:
             if isinstance(value, torch.Tensor) and value.data_ptr() == address:
                 return value
     return None
-
-
-def _slice(span: range | None) -> slice:
-    return slice(None) if span is None else slice(span.start, span.stop)
 
 
 COSTS = (1, 2, 3)

@@ -16,7 +16,7 @@ from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.rules.divisions import divisions
 from attnlab.kernels.triton.run_log import number_outside
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
-from attnlab.tensors.cache import to_flash
+from attnlab.tensors.cache import MOST_COPIED, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, strided
 
@@ -45,7 +45,6 @@ _SPLIT_VALUE_TERMS = (
     ("d", "stride 2"),
     ("p % block_size", "stride 3"),
 )
-_MOST_COPIED = 1 << 24  # elements of a cache
 _FLASH_TERMS = (
     ("block", "stride 0"),
     ("p % block_size", "stride 1"),
@@ -126,7 +125,7 @@ def memory_of(call: KernelCall) -> dict[str, TensorMemory]:
         found["key_cache"] = TensorMemory.of(ran.key_cache, _SPLIT_KEY_TERMS)
         if not call.interleave_v:
             found["value_cache"] = TensorMemory.of(ran.value_cache, _SPLIT_VALUE_TERMS)
-    elif call.spec.cache_layout == "flash" and call.key_cache.numel() <= _MOST_COPIED:
+    elif call.spec.cache_layout == "flash" and call.key_cache.numel() <= MOST_COPIED:
         key, value = flash(*to_flash(call.key_cache, call.value_cache), call.strides)
         found["key_cache"] = TensorMemory.of(key, _FLASH_TERMS)
         found["value_cache"] = TensorMemory.of(value, _FLASH_TERMS)
@@ -505,7 +504,7 @@ def _is_modelled(call: KernelCall) -> bool:
     """Answer whether every scale is one number, and a cache is small enough to be copied."""
     scales = (call.k_scale, call.v_scale)
     is_plain = all(not isinstance(scale, torch.Tensor) or scale.numel() == 1 for scale in scales)
-    return is_plain and call.key_cache.numel() <= _MOST_COPIED and not call.spec.merges
+    return is_plain and call.key_cache.numel() <= MOST_COPIED and not call.spec.merges
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:

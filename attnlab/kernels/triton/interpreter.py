@@ -71,7 +71,7 @@ from attnlab.kernels.triton.run_log import (
 
 # The versions of Triton and NumPy with which the lab's interpreter layer is tested.
 #
-# ``tools/interpreter_pairs.py`` checks a vLLM with each pair in an environment of its own and writes
+# ``tools/triton_versions.py --pairs`` checks a vLLM with each pair in a process of its own and writes
 # ``docs/interpreter-pairs.json``; a test compares the ranges below with that file.
 #
 # The layer patches private functions of Triton's interpreter. With another Triton they may be missing, or

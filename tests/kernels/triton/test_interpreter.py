@@ -1,28 +1,38 @@
 """Launches under Triton's interpreter, where they differ from the stock launch."""
 
 import dataclasses
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import Unavailable
+from attnlab.case.errors import KernelFailed, Unavailable
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.child_process import run_in_copies
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.interpreter import load_triton
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.kernels.triton.lockstep.launch import using_lockstep
+from attnlab.kernels.triton.patches import _broadcast, _computation_type
 from attnlab.kernels.triton.probe import Probe, probing
+from attnlab.kernels.triton.replay import Replay
+from attnlab.kernels.triton.run_log import Budget, TooLong, limited, limiting_reruns
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
 
@@ -273,3 +283,188 @@ def test_copies_of_a_process_do_not_share_what_a_probe_records() -> None:
     with probing(Probe(records=True)):
         recorded = interpreter.shared_copy(torch.zeros(3))
     assert fill(recorded) == 0
+
+
+# Limits of interpreted runs: operations, processor time, and what a stopped run leaves behind.
+
+
+if find_spec("triton") is not None:
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+    @triton.jit
+    def endless(out, STEP: tl.constexpr):
+        count = tl.program_id(0)
+        while count < 10:
+            count += STEP
+        tl.store(out + tl.arange(0, 16), count.to(tl.float32))
+
+    @triton.jit
+    def idle(out, TIMES: tl.constexpr):
+        for _ in range(TIMES):
+            pass
+        tl.store(out + tl.arange(0, 16), 1.0)
+
+
+OUT = torch.zeros(1, 1, 16)
+
+
+@pytest.mark.parametrize(("kernel", "number"), [("endless", 0), ("idle", 1 << 60)])
+def test_a_loop_without_an_access_to_memory_is_stopped(kernel: str, number: int) -> None:
+    """By its operations or, if it has none, by its processor time; nothing of Triton stays changed."""
+    from triton.runtime import interpreter as stock
+
+    before = stock.InterpreterBuilder.create_masked_load, tl.load, tl.dtype.to_ir
+    name = {"endless": "STEP", "idle": "TIMES"}[kernel]
+    budget = Budget(operations=20_000, seconds=0.5)
+    began = time.process_time()
+    with pytest.raises(TooLong), probing(Probe(budget=budget)), launching(LaunchPlan()):
+        globals()[kernel][(1,)](OUT, **{name: number})
+    assert time.process_time() - began < 10
+    assert (stock.InterpreterBuilder.create_masked_load, tl.load, tl.dtype.to_ir) == before
+    assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize(("kernel", "number"), [("endless", 0), ("idle", 1 << 60)])
+def test_operations_are_stopped_in_every_thread(kernel: str, number: int, lockstep: bool) -> None:
+    """Only the main thread has a timer; the count of operations and of iterations needs none."""
+    found: list[str] = []
+    name = {"endless": "STEP", "idle": "TIMES"}[kernel]
+
+    def work() -> None:
+        budget = Budget(operations=5000, seconds=60.0)
+        try:
+            with probing(Probe(budget=budget)), using_lockstep(lockstep), launching(LaunchPlan()):
+                globals()[kernel][(1,)](OUT, **{name: number})
+        except TooLong:
+            found.append("stopped")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert found == ["stopped"]
+
+
+def test_a_rerun_that_does_not_end_fails() -> None:
+    """A kernel may loop for ever in a further case; then that case is left out."""
+    with limiting_reruns(0.3), launching(LaunchPlan()):
+        idle[(1,)](OUT, TIMES=3)
+        with pytest.raises(KernelFailed, match=r"idle does not end in 0\.3 s"):
+            idle[(1,)](OUT, TIMES=1 << 60)
+
+
+def test_a_replay_of_an_edited_kernel_is_stopped() -> None:
+    """An edit that loops for ever needs more operations than the recorded run allows."""
+    with probing(Probe(records=True)) as probe:
+        endless[(1,)](OUT, STEP=1)
+    replay = Replay(probe.launches, OUT.shape)
+    assert probe.launches[0].programs[0].operations > 10
+
+    def loops(out, STEP):
+        value = tl.program_id(0)
+        while True:
+            value += STEP
+
+    began = time.process_time()
+    with pytest.raises(TooLong):
+        replay.run(None, {endless.fn: loops})
+    assert time.process_time() - began < 5
+    assert float(replay.run(None, {})[0, 0, 0]) == 10.0
+
+
+def test_a_block_within_its_budget_is_not_stopped() -> None:
+    """The timer is off after the block; a profiler that has it keeps it."""
+    with limited(Budget(operations=1, seconds=0.2)):
+        pass
+    end = time.process_time() + 0.4
+    while time.process_time() < end:
+        pass
+    signal.signal(signal.SIGPROF, lambda *_: None)
+    try:
+        with limited(Budget(operations=1, seconds=0.1)):
+            assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+# Cached type computations of Triton's interpreter: the same results as the original, again and again.
+
+
+SHAPES = ((), (1,), (4,), (1, 4), (2, 1), (2, 4))
+
+
+@pytest.fixture(scope="module")
+def types_of() -> Any:
+    """Return Triton's interpreter."""
+    load_triton(interpret=True)
+    from triton.runtime import interpreter
+
+    return interpreter
+
+
+def tensor(types_of: Any, shape: tuple[int, ...], dtype: Any, first: int = 0) -> Any:
+    """Return a tensor with different elements; () is a scalar, which the interpreter has as shape (1,)."""
+    tl = types_of.tl
+    elements = np.arange(first, first + int(np.prod(shape)))
+    data = elements.reshape(shape or (1,)).astype(types_of._get_np_dtype(dtype))
+    handle = types_of.TensorHandle(data, dtype)
+    return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+@pytest.mark.parametrize("left", SHAPES)
+def test_values_are_broadcast_as_by_the_original(types_of: Any, left: tuple[int, ...]) -> None:
+    """At the first call of two types, and with other values at the next."""
+    semantic, tl = types_of.interpreter_semantic, types_of.tl
+    original = type(semantic).broadcast_impl_value
+    broadcast = _broadcast(original)
+    for right, first in itertools.product(SHAPES, (0, 10)):
+        lhs = tensor(types_of, left, tl.float32, first)
+        rhs = tensor(types_of, right, tl.int32, first + 3)
+        for got, expected in zip(
+            broadcast(semantic, lhs, rhs), original(semantic, lhs, rhs), strict=True
+        ):
+            assert got.type == expected.type
+            assert got.handle.dtype == expected.handle.dtype
+            assert got.handle.data.dtype == expected.handle.data.dtype
+            assert got.handle.data.shape == expected.handle.data.shape
+            assert got.handle.data.tolist() == expected.handle.data.tolist()
+
+
+def test_incompatible_shapes_raise_each_time(types_of: Any) -> None:
+    semantic, tl = types_of.interpreter_semantic, types_of.tl
+    broadcast = _broadcast(type(semantic).broadcast_impl_value)
+    values = [tensor(types_of, shape, tl.float32) for shape in ((2, 4), (2, 8))]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="incompatible dimensions"):
+            broadcast(semantic, *values)
+
+
+def test_computation_types_are_those_of_the_original(types_of: Any) -> None:
+    """For pairs of types, of scalars and of tensors; an error is raised each time."""
+    semantic, tl = types_of.interpreter_semantic, types_of.tl
+    original = type(semantic).computation_type_impl
+    cached = _computation_type(original)
+    types = (
+        tl.int1,
+        tl.int32,
+        tl.uint32,
+        tl.int64,
+        tl.float16,
+        tl.bfloat16,
+        tl.float32,
+        tl.float8e5,
+    )
+    flags = (False, True)
+    for arguments in itertools.product(types, flags, types, flags, flags):
+        expected = outcome(original, semantic, arguments)
+        assert outcome(cached, semantic, arguments) == expected, arguments
+        assert outcome(cached, semantic, arguments) == expected, arguments
+
+
+def outcome(compute: Any, semantic: Any, arguments: tuple[Any, ...]) -> object:
+    try:
+        return compute(semantic, *arguments)
+    except TypeError as error:
+        return str(error)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.far import far_case
 from helpers.faulty_labs import FaultyLab
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import EXAMPLE, TRITON
@@ -23,11 +22,20 @@ from attnlab.checker.hostile import hostile_cases
 from attnlab.diagnosis.location.lines import locatable_case
 from attnlab.diagnosis.rules.addresses import memory_of
 from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import in_one_buffer, to_flash, untouched
+
+
+def far_case(backend: Backend, op: str) -> Case:
+    """Return the hostile Case of an op with block offsets beyond 2^31 elements, shortened."""
+    case = next(c for c in hostile_cases(backend, op, "sm_90", None, 0) if c.first_block)
+    lens = (1, 1) if op == "decode_attention_fwd" else (5, 1)
+    return case.replace(query_lens=lens, ctx_lens=(40, 30), num_blocks=None)
+
 
 pytestmark = needs_triton
 
@@ -40,7 +48,6 @@ OPS = (
 MEASURED = """
 import sys
 from pathlib import Path
-from helpers.far import far_case
 from attnlab.lab.lab import Lab
 from attnlab.checker.case_check import check_case
 from attnlab.kernels import find_backend

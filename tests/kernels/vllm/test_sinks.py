@@ -14,7 +14,8 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected, Unavailable
-from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
+from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED, WRAPPER
+from attnlab.checker.case_check import check_case
 from attnlab.contracts.contract import TRITON_DECODE, Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import find_violations
@@ -26,11 +27,13 @@ from attnlab.diagnosis.distinction import find_distinction
 from attnlab.kernels import model
 from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm import backend as vllm_ops
+from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.lab.reference import reference
 from attnlab.mutation.power import measure_power as power
+from attnlab.mutation.report import is_equivalent
 from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
 from attnlab.tensors.call import KernelCall
 
@@ -292,3 +295,119 @@ def test_the_power_of_a_test_with_sinks():
         assert len(diagnosis.mutants) == len(names) == 8
     assert outcomes == {"uniform_1e-3": {"survived"}, "normal": {"killed"}}
     assert power(case.replace(sinks=False), mutants=names, remedies=False).mutants == []
+
+
+# Soft cap: ops that accept it, its place in the computation, and overflow.
+
+
+CAPS = [defect.name for defect in DEFECTS.values() if defect.family == "softcap"]
+
+
+def capped(op: str = UNIFIED, **changes) -> Case:
+    """Return a Case with a soft cap that changes most scores."""
+    lens = DECODES if op == DECODE_FWD else {}
+    fields = {"op": op, "softcap": 0.7, "platform": "sm_90", "sm_scale": 0.125, **lens}
+    return hostile(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
+@pytest.mark.parametrize("softcap", [0.02, 0.7, 50.0])
+def test_models_with_a_cap_are_within_their_bound(op, dtype, softcap):
+    """From a cap far below all scores to one with almost no effect."""
+    case = capped(op, dtype=dtype, softcap=softcap)
+    call, _ = call_of(case)
+    model.run(call, Target.of(case), decide(case).kernels)
+    batch = make_batch(case)
+    exact = reference(case, batch)
+    assert ((call.output.double() - exact).abs() <= bound(case, batch)).all()
+    without = reference(case.replace(softcap=None), batch)
+    assert (exact - without).abs().max() > (1e-5 if softcap == 50.0 else 0.1)
+
+
+@pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
+def test_agreement_sees_a_wrong_cap(source: Source, op: str) -> None:
+    """The agreement check detects a cap that is 5 % larger, missing, or applied before the scale."""
+    case = capped(op, release=source.rules, empty_slots="zeros")
+    right, within = real(case, source).output, between(case)
+    assert agrees(modelled(case).output, right, within)
+    for changes in ({"softcap": 0.735}, {"softcap": None}, {"softcap": 0.0875}):
+        assert not agrees(modelled(case.replace(**changes)).output, right, within)
+
+
+def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
+    """A score beyond 88 times the cap gives NaN in the same rows as the model, and is diagnosed by name."""
+    case = capped(softcap=0.02, release=source.rules, empty_slots="zeros", output_init="zeros")
+    output = real(case, source).output
+    assert agrees(modelled(case).output, output, between(case))
+    diagnosis = diagnose(case, output, propose=False)
+    if source.rules == "0.33.0":
+        assert diagnosis.status == "nothing wrong"
+        return
+    assert output.isnan().flatten(1).any(1).sum() > 50
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("softcap_overflows", "all")
+
+
+def test_infinite_and_nan_scores_are_one_fault(source: Source) -> None:
+    """With a cap above 1, scores are infinite before they become NaN; a check gives both the same name."""
+    case = Case(
+        op=UNIFIED, backend="vllm", release=source.rules, num_heads=1, head_size=32, sm_scale=16.0,
+        softcap=2.0, query_lens=(1,), ctx_lens=(0,), seed=7, distribution="normal", fill="all_rows",
+    )  # fmt: skip
+    lab = Lab(source=source.path, device="cpu")
+    backend = VllmBackend(path=source.path, requested_device="cpu")
+    found = check_case(lab, backend, case)
+    names = [("softcap_overflows",)] if source.rules == "0.11.2" else []
+    assert [one.names for one in found if one.is_fault] == names
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_each_defect_of_a_cap_is_found(name):
+    """A planted defect is the cause; without its catalogue entry there is none."""
+    cap = 0.02 if name == "softcap_overflows" else 0.7
+    case, lab = capped(alibi=True, softcap=cap, empty_slots="garbage"), Lab()
+    problem, output = correct_run(lab, case)
+    broken = plant(problem, output, DEFECTS[name], "all")
+    diagnosis = diagnose(case, broken, lab=lab, propose=False)
+    assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == (name, "all")
+    rest = [defect for defect in DEFECTS.values() if defect.name != name]
+    blind = diagnose(case, broken, lab=lab, defects=rest, propose=False)
+    assert (blind.cause, blind.status in ("unexplained", "described")) == (None, True)
+
+
+def test_a_capped_sink_is_found():
+    """A sink that is capped too."""
+    case, lab = capped(sinks=True, empty_slots="garbage"), Lab()
+    problem, output = correct_run(lab, case)
+    diagnosis = diagnose(case, plant(problem, output, DEFECTS["sink_capped"], "all"), lab=lab)
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.name == "sink_capped"
+
+
+def test_without_a_cap_none_of_them_is_suspected():
+    """An overflow that some data show is not reported as equivalent."""
+    problem = make_problem(hostile(op=UNIFIED))
+    assert len(CAPS) == 7
+    assert not any(DEFECTS[name].applies(problem) for name in (*CAPS, "sink_capped"))
+    problem = make_problem(capped(alibi=True, softcap=5.0))
+    assert [name for name in CAPS if not DEFECTS[name].applies(problem)] == ["softcap_overflows"]
+    assert not is_equivalent(capped(softcap=5.0), DEFECTS["softcap_overflows"])
+
+
+def test_a_captured_call_with_a_cap():
+    """A kernel without the argument is a violation; a saved call keeps the value."""
+    case = capped()
+    call, _ = call_of(case)
+    assert call.softcap == 0.7
+    other = dataclasses.replace(call, op=WRAPPER)
+    found = find_violations(other, Target.of(case), ("context_attention_fwd",))
+    capped_by = [(v.kernel, v.value, v.required) for v in found if v.parameter == "softcap"]
+    assert capped_by == [("context_attention_fwd", 0.7, "none")]
+
+    def chunked_prefill_paged_decode(query, key, value, output): ...
+
+    with pytest.raises(Unavailable, match="softcap must be none: chunked"):
+        bind(chunked_prefill_paged_decode, other, Target.of(case))
+    assert torch.equal(call.query, call_of(case.replace(softcap=None))[0].query)

@@ -1,12 +1,24 @@
 """Panel: fields in, results out, from Python and as static HTML."""
 
+import numpy as np
 import pytest
+from helpers.examples import examples
 from helpers.panels import LOST, SMALL
+from helpers.strategies import cases
+from hypothesis import HealthCheck, given, settings
 
+import attnlab
+from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.pytest_id import nearest_id
 from attnlab.lab.lab import Lab
+from attnlab.mla.faults import faults_of
+from attnlab.mla.mla_case import MlaCase
 from attnlab.show.panels import Panel, explorer, panel
+from attnlab.show.panels.boxes import VIEWS, XrayBox, case_texts, read_case
+from attnlab.show.panels.mla_panel import SOUND, MlaPanel
+from attnlab.show.plots.stages import mla_ratios, plot_mla
 
 
 def test_a_panel_shows_the_result_of_a_lab() -> None:
@@ -128,3 +140,146 @@ def test_an_own_kernel_becomes_the_backend() -> None:
     view._kernel.value = "no/such/file.py:mine"
     assert view._draft.values["backend"] == "no/such/file.py:mine"
     assert view.controls["backend"].read() == "no/such/file.py:mine"
+
+
+# A Case as text, and the box of an explorer that shows and reads it.
+
+
+@given(case=cases())
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
+def test_texts_round_trip(case: Case) -> None:
+    texts = case_texts(case)
+    assert read_case(texts["JSON"]) == case
+    assert read_case(texts["command line"]) == case
+    assert eval(texts["from a test id"], {"Case": Case}) == case
+    names: dict[str, object] = {}
+    exec(texts["code"].removesuffix("\nattnlab.explorer(case)"), names)
+    assert names["case"] == case
+    if texts["test id"]:
+        assert read_case(texts["test id"]) == case
+
+
+def test_a_test_id_round_trips() -> None:
+    for test_id in (
+        "test_contexted_kv_attention[chunked_prefill_paged_decode-16-cuda:0-fp8-dtype0-24-64-64]",
+        "test_contexted_kv_attention_alibi[context_attention_fwd-cuda:0-auto-dtype0-128-1-64]",
+        "test_contexted_kv_attention_f32"
+        "[True-chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]",
+    ):
+        assert nearest_id(Case.from_test_id(test_id)) == (test_id, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "case must be a JSON object"),
+        ('{"sinks_of_mine": 1}', "sinks_of_mine is not a field"),
+        ("attnlab explain", "must begin with attnlab run"),
+        ("attnlab run --num-heads eight", "num_heads must be an integer"),
+        ("attnlab run --no-such-flag 1", "command line must be that of attnlab run"),
+        ("attnlab run '", "matching quotes"),
+        ("some words", "test_id must be like"),
+    ],
+)
+def test_a_wrong_text_is_rejected(text: str, message: str) -> None:
+    """The message is that of the form that the text begins like."""
+    with pytest.raises(InvalidCase, match=message):
+        read_case(text)
+
+
+def test_pasting_a_text_sets_all_controls() -> None:
+    view = explorer(SMALL)
+    text = case_texts(LOST)["command line"]
+    view.case_text.pasted.value = text
+    assert view.wait(30)
+    assert view.case == LOST
+    assert view.controls["platform"].read() == "gfx942"
+    assert view.case_text.texts["command line"].value == text
+    view.case_text.pasted.value = "nonsense"
+    assert "test_id must be like" in view.case_text.message.value
+    assert view.case == LOST
+
+
+# The explorer measures attention weights on demand only.
+
+
+CASE = SMALL.replace(query_lens=(3, 1), ctx_lens=(20, 33), num_heads=2, stage="sound")
+
+
+def test_a_measurement_is_drawn_in_every_view_and_stale_after_a_change():
+    box = XrayBox(lambda: Lab(), lambda: CASE)
+    assert box.found is None
+    box.measure()
+    assert box.wait(120)
+    assert box.found is not None
+    assert box.found.status == "right"
+    pictures = set()
+    for view in VIEWS:
+        box.view.value = view
+        pictures.add(bytes(box.picture.png))
+    assert len(pictures) == len(VIEWS)
+    assert list(box.seq.options) == [0, 1]
+    box.follow(CASE)
+    assert not box.picture.stale
+    box.follow(CASE.replace(seed=5))
+    assert box.picture.stale
+
+
+def test_a_case_without_weights_is_explained():
+    box = XrayBox(lambda: Lab(), lambda: CASE.replace(op="reshape_and_cache_flash"))
+    box.measure()
+    assert box.wait(60)
+    assert "weighs no values" in box.text.value
+
+
+def test_the_explorer_has_one_and_a_panel_on_request():
+    plain, explorer = attnlab.panel(CASE, knobs=("seed",)), attnlab.explorer(CASE)
+    assert plain.xray is None
+    assert explorer.xray is not None
+    panel = attnlab.panel(CASE, knobs=("seed",), views=("error", "xray"))
+    assert all(one.wait(60) for one in (plain, explorer, panel))  # none runs when the process ends
+    assert panel.xray is not None
+    assert panel.xray.widget in panel.widget.children
+
+
+# The panel of MLA: toggles, verdict and heatmap.
+
+
+CASES = {
+    "prefill": MlaCase(num_heads=2, query_lens=(2, 1), ctx_lens=(40, 0)),
+    "ranks": MlaCase(path="shards", num_heads=2, query_lens=(1, 1), ctx_lens=(40, 9)),
+}
+
+
+def test_a_toggle_runs_its_fault_and_draws_its_steps():
+    panel = MlaPanel(CASES)
+    before = panel.picture.png
+    assert panel.result.status == "match"
+    assert panel.show("prefill", "weights_exchanged").cause == "weights_exchanged"
+    assert "weights_exchanged" in panel.verdict.value
+    assert panel.picture.png != before
+    assert panel.picture.cells["rows"] == [one.name for one in panel.result.steps]
+
+
+def test_the_toggles_are_those_of_the_case():
+    panel = MlaPanel(CASES)
+    for name, case in CASES.items():
+        panel.case.value = name
+        assert panel.fault.options == (SOUND, *(one.name for one in faults_of(case)))
+        assert panel.result.case == case
+        assert panel.result.status == "match"
+
+
+def test_a_page_without_a_front_end_has_the_picture():
+    bundle = MlaPanel(CASES)._repr_mimebundle_()
+    assert "data:image/png" in bundle["text/html"]
+    assert "<script" not in bundle["text/html"]
+
+
+def test_the_heatmap_has_the_errors_and_marks_what_is_not_finite():
+    panel = MlaPanel(CASES)
+    ratios = mla_ratios(panel.show("prefill", "weights_exchanged"))
+    assert ratios.shape == (len(panel.result.steps), 3)
+    axes = plot_mla(panel.result)
+    shown = np.asarray(axes.images[0].get_array())
+    assert ((shown > 1) == (ratios > 1)).all()

@@ -1,17 +1,25 @@
 """Views: pictures, clicks and arrow keys."""
 
 import io
+from dataclasses import replace
 
 import matplotlib.image
 import numpy as np
 import pytest
-from helpers.panels import LOST, SMALL
+from helpers.cases import hostile
+from helpers.panels import LOST, SMALL, ignore_step
 from matplotlib.figure import Figure
 
 from attnlab.case.errors import Unavailable
-from attnlab.case.ops import OPS, VLLM_OPS
+from attnlab.case.ops import OPS, VLLM_OPS, WRITE
+from attnlab.case.stages import STAGES
+from attnlab.contracts.contract import Target, contracts_of
+from attnlab.contracts.slot_states import SlotState, slot_map
+from attnlab.lab.lab import Lab
 from attnlab.show.panels import explorer, panel
-from attnlab.show.panels.texts import bands_of
+from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
+from attnlab.show.panels.texts import bands_of, make_panel_data, select, select_band
+from attnlab.show.panels.views import VIEWS, FramedPlot, Frames
 from attnlab.show.plots.errors import BAND
 
 ABSENT = {"mask", "other", "difference"}  # of a causal Case on one runner
@@ -196,3 +204,191 @@ def test_titles_are_inside_their_pictures() -> None:
         pixels = matplotlib.image.imread(io.BytesIO(rendered.png))
         title = pixels[: int(rendered.transform.top * pixels.shape[0]) - 3, :, :3]
         assert np.ptp(title[:, :3]) == np.ptp(title[:, -3:]) == 0, name
+
+
+# PanelData and Selection: values, places in the cache, and the use of slots.
+
+
+def test_a_selection_agrees_with_the_error_map() -> None:
+    lab, case = Lab(), hostile(fill="context_only", empty_slots="garbage", output_init="zeros")
+    data = make_panel_data(lab, case, ignore_step)
+    errors, provenance = data.result.errors, data.result.cache.provenance
+    assert errors is not None
+    expected, output = lab.reference(case), data.result.call.output
+    for row in range(case.lengths.num_tokens):
+        head = row % case.num_heads
+        one = select(data, row, head)
+        seq, token = case.lengths.locate(row)
+        position = case.lengths.ctx_lens[seq] + token
+        assert (one.seq, one.token) == (seq, token)
+        assert (one.place.block, one.place.slot) == provenance.slot(seq, position)
+        assert one.place.owner == (seq, position)
+        assert one.expected == float(expected[row, head, one.element])
+        assert one.got == float(output[row, head, one.element])
+        assert abs(one.got - one.expected) == pytest.approx(one.error, rel=1e-6)
+
+
+def test_the_worst_row_of_a_band_is_selected() -> None:
+    """NaN counts as the worst."""
+    data = make_panel_data(Lab(), SMALL, ignore_step)
+    errors = data.result.errors
+    rows = errors.band_rows(2 * BAND + 3)  # sequence 2 has 40 tokens
+    assert len(rows) > 1
+    errors.error[rows.stop - 1, 2] = float("nan")
+    assert select_band(data, 2 * BAND + 3, 2).row == rows.stop - 1
+
+
+def test_a_selection_of_a_cache_write_is_a_slot() -> None:
+    case = SMALL.replace(op=WRITE, x=None, num_blocks=40)
+    view = panel(case, knobs=("stage",), views=("error", "slots"))
+    assert view.wait(30)
+    assert view.error is None
+    slots = view.data.row_slots
+    for row in (0, 30, 95, len(slots) - 1):
+        one = select(view.data, row, 1)
+        assert one.place.block * 16 + one.place.slot == int(slots[row])
+    view.pointer.select(2, 7, 0)
+    assert view.selection.place.owner == (2, 7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_slots_by_writer_and_reader(stage: str) -> None:
+    """The expected counts follow from the lengths alone."""
+    data = make_panel_data(Lab(), SMALL.replace(stage=stage), ignore_step)
+    lengths, fill = SMALL.lengths, data.result.case.staging.fill
+    read = written = own = 0
+    for query_len, ctx_len in zip(lengths.query_lens, lengths.ctx_lens, strict=True):
+        reads = ctx_len + (query_len == 1)
+        writes = {
+            "context_only": ctx_len,
+            "decode_rows": ctx_len + (query_len == 1),
+            "all_rows": ctx_len + query_len,
+        }[fill]
+        read, written, own = read + reads, written + writes, own + min(reads, writes)
+    expected = {SlotState.OWN: own, SlotState.UNWRITTEN: read - own}
+    assert data.slot_map.counts() == {state: count for state, count in expected.items() if count}
+    is_written = data.slot_map.provenance.seq >= 0
+    assert int((is_written & ~data.slot_map.is_read).sum()) == written - own
+
+
+def test_a_foreign_slot_is_recognized() -> None:
+    """The call's block table names a block of another sequence."""
+    data = make_panel_data(Lab(), SMALL, ignore_step)
+    table = data.result.call.block_table.clone()
+    table[0, 0] = table[1, 0]
+    call = replace(data.result.call, block_table=table)
+    provenance = data.result.cache.provenance
+    kernels = data.result.decision.kernels
+    contracts = contracts_of(kernels[:1], Target.of(SMALL), call.op)  # the prefill kernel alone
+    slots = slot_map(call, contracts, provenance)
+    assert slots.counts()[SlotState.OTHER_SEQUENCE] == 16
+    block = int(provenance.block_table[1, 0])
+    slot = slots.at(block, 3)
+    assert (slot.writer, slot.reader, slot.owner) == ((1, 3), (0, 3), (1, 3))
+
+
+def test_blocks_are_in_the_order_of_the_block_table() -> None:
+    """Blocks that no sequence uses are last."""
+    data = make_panel_data(Lab(), SMALL.replace(num_blocks=30), ignore_step)
+    order = data.slot_map.order().tolist()
+    table = data.result.cache.provenance.block_table.flatten().tolist()
+    assert order[: len(table)] == table
+    assert sorted(order) == list(range(30))
+
+
+# Frames: a picture over a kept frame is the picture that is drawn anew.
+
+
+NAMES = ("error", "slots", "seqs")
+NOTHING = Cells(rows=[], columns=[], values=np.zeros((0, 0), dtype=np.float32))
+SIZE = (300, 200)
+
+
+def pixels(rendered: Rendered) -> np.ndarray:
+    return matplotlib.image.imread(io.BytesIO(rendered.png))
+
+
+class Compared(Frames):
+    """Frames that draw each picture anew, too, and count the pixels that differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.different: list[int] = []
+
+    def render(self, plot: FramedPlot, cells: Cells, *, is_dark: bool = False) -> Rendered:
+        def whole(ax: object) -> None:
+            plot.frame(ax)
+            plot.label(ax)
+            plot.content(ax)
+
+        found = super().render(plot, cells, is_dark=is_dark)
+        anew = render(whole, plot.size, plot.rect, cells, is_dark=is_dark)
+        assert (found.title, found.transform) == (anew.title, anew.transform)
+        self.different.append(int((pixels(found) != pixels(anew)).any(2).sum()))
+        return found
+
+
+def test_a_picture_over_a_kept_frame_is_that_drawn_anew() -> None:
+    """Wrong, NaN, unwritten and right rows, other lengths, and heads that did not run."""
+    view = panel(LOST, knobs=("stage", "seed"), views=NAMES)
+    assert view.wait(120)
+    view._frames = frames = Compared()
+    changes = [
+        {"stage": "sound"},
+        {"stage": "fill_decode", "empty_slots": "nan"},
+        {"stage": "int32_before_cumsum", "output_init": "nan"},
+        {"query_lens": (3, 8, 1, 1), "ctx_lens": (4, 20, 9, 31)},
+        {"stage": "sound"},
+        {"query_lens": LOST.query_lens, "ctx_lens": LOST.ctx_lens},
+        {"atol": 1e-7},
+    ]
+    for change in changes:
+        view._is_dark = "output_init" in change
+        view.set(**change)
+        assert view.wait(120)
+        assert view.error is None, change
+    data = view.data
+    errors = replace(data.result.errors, heads=range(1, 3))
+    part = replace(data, result=replace(data.result, errors=errors))
+    VIEWS["error"].render(part, frames, True)
+    VIEWS["error"].render(data, frames, True)
+    assert len(frames.different) == len(NAMES) * len(changes) + 2
+    assert set(frames.different) == {0}
+
+
+def of_bars(heights: list[float], key: object = "bars") -> FramedPlot:
+    def frame(ax):
+        ax.set(xlim=(-1, 3), ylim=(0, 3), xlabel="bar")
+        return []
+
+    def content(ax):
+        ax.plot(heights, "o")
+        if not heights:
+            raise ValueError("no bars")
+
+    rect = axes_rect(SIZE, (40, 10, 40, 20))
+    return FramedPlot(key=key, size=SIZE, rect=rect, frame=frame, content=content)
+
+
+def test_no_content_is_left_for_the_next_picture() -> None:
+    """Neither its artists nor the next colour."""
+    frames = Frames()
+    first = frames.render(of_bars([1, 2]), NOTHING)
+    assert frames.render(of_bars([2, 1]), NOTHING).png != first.png
+    assert frames.render(of_bars([1, 2]), NOTHING).png == first.png
+    assert len(frames._frames) == 1
+
+
+def test_content_that_raises_leaves_no_frame() -> None:
+    frames = Frames()
+    with pytest.raises(ValueError, match="no bars"):
+        frames.render(of_bars([]), NOTHING)
+    assert not frames._frames
+
+
+def test_only_the_frames_used_last_are_kept() -> None:
+    frames = Frames()
+    for key in range(12):
+        frames.render(of_bars([1], key), NOTHING)
+    kept = [key[-1] for key in frames._frames]
+    assert kept == list(range(4, 12))

@@ -3,10 +3,14 @@
 import dataclasses
 import importlib
 import pkgutil
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.cases import hostile
 from helpers.html import Page
 from helpers.release_table import TABLE
 from rich.console import Console
@@ -19,12 +23,11 @@ from attnlab.checker.matrix import MatrixRow, MatrixTable
 from attnlab.checker.report import Report
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.violations import Violations, find_violations
+from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import run_again
 from attnlab.horizon.deployment import PRESETS
-from attnlab.horizon.solve import KernelHorizon
-from attnlab.horizon.survey import Survey
+from attnlab.horizon.survey import KernelHorizon, Survey
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.run import stage_table
@@ -37,8 +40,10 @@ from attnlab.reports.notebook_result import Change, Outcome, Results
 from attnlab.serving.record import Observation
 from attnlab.serving.report import CaptureReport, Found, ProcessRecord
 from attnlab.show.notebook import Verdict, Verdicts
-from attnlab.show.sheets import SHEETS, html, plain, sheet_of, text
-from attnlab.show.sheets.results import describe, place_lines
+from attnlab.show.sheets import SHEETS, html, line, plain, render, sheet_of, text
+from attnlab.show.sheets.results import contents, describe, place_lines
+from attnlab.show.sheets.sheet import Bar, Facts, Folded, Grid, Lines, Sheet, Words
+from attnlab.tensors.call import KernelCall
 from study.claims.ledger import Claim, Findings
 from study.claims.ledger import Finding as ClaimFinding
 from study.overview import Chapter, Chapters
@@ -357,3 +362,159 @@ def test_ipython_shows_text_for_one_and_a_line_inside_a_list(nouns: dict[str, Sh
 def test_the_repr_of_a_lab_has_no_tensors(lab: Lab, case: Case) -> None:
     lab.run(case)
     assert "tensor(" not in repr(lab)
+
+
+# Rendering a sheet: HTML that is well formed and escaped, text without markup.
+
+
+SHEET = Sheet(
+    kind="<K>",
+    line="<K: a<b>",
+    head=Words("a<b", "bad"),
+    parts=[
+        Facts([("n<", ["1", Words("2>", "quiet")])]),
+        Grid(["i", "bar"], [[i, Bar(i, 1, 9, f"{i}<")] for i in range(9)], "t<", most=3),
+        Lines([Words("[b]x<y", code=True)]),
+        Folded("more<", [Lines(["inside"])]),
+    ],
+)
+
+
+def shown_text(complete: bool) -> str:
+    """Return the sheet as a terminal shows it."""
+    out = StringIO()
+    Console(file=out, width=80, color_system=None).print(
+        render.render_text(SHEET, complete=complete)
+    )
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("bad", ["<b>x", "<table><tr></table>", "x</div>", "<script></script>"])
+def test_the_check_of_html_finds_planted_faults(bad):
+    with pytest.raises((AssertionError, IndexError)):
+        Page(f"<div>{bad}</div>" if bad[0] == "<" else bad)
+
+
+def test_html_has_everything_escaped():
+    html = render.render_html(SHEET)
+    page = Page(html)
+    for piece in ("<K>", "a<b", "n<", "2>", "t<", "[b]x<y", "more<", "inside", "6 more rows", "8<"):
+        assert piece in page.texts
+    assert "<K>" not in html
+
+
+def test_html_aligns_numbers_and_draws_bars():
+    html = render.render_html(SHEET)
+    assert html.count('<td class="n">') == 9
+    assert html.count("<rect") == 8 + 9  # a bar with context 0 has one part
+
+
+def test_the_class_names_the_kind():
+    assert 'class="attnlab-sheet attnlab-k"' in render.render_html(SHEET)
+
+
+def test_text_omits_folded_parts_and_rows():
+    text = shown_text(complete=False)
+    assert all(part in text for part in ("a<b", "[b]x<y", "… and 6 more rows", "█"))
+    assert "inside" not in text
+
+
+def test_complete_text_has_every_row():
+    assert shown_text(complete=True).count("█") == 3 * 9
+    assert shown_text(complete=False).count("█") == 3 * 3
+    assert "more rows" not in shown_text(complete=True)
+
+
+def test_a_sheet_displays_itself():
+    assert repr(SHEET) == SHEET.line
+    assert SHEET._repr_html_() == render.render_html(SHEET)
+
+
+# Contents of tensors, batches and violations in a sheet.
+
+
+def test_a_noun_without_a_sheet_is_an_error() -> None:
+    with pytest.raises(TypeError, match="Stranger"):
+        line(type("Stranger", (Shown,), {})())
+
+
+def test_a_batch_of_the_real_size_stays_short() -> None:
+    """The page of a batch with 300 sequences is short, and folds most rows."""
+    shape = Case(query_lens=(1,) * 300, ctx_lens=(3,) * 300, num_heads=2, head_size=64)
+    batch = Lab().batch(shape)
+    page = batch._repr_html_()
+    Page(page)
+    assert len(page) < 100_000
+    assert "288 more rows" in page
+    assert "… and 88 more" in page
+    assert page.count("<svg") == 12 + 200
+    assert len(plain(batch).splitlines()) < 25
+
+
+def test_a_table_of_violations_escapes_its_text() -> None:
+    """No text becomes markup, in HTML or in the terminal."""
+    found = Violations(
+        [
+            Violation(
+                kind="unsupported",
+                effect="silent",
+                kernel="[bold]a & b</td>",
+                parameter="<u>[red]",
+                value=1,
+                required=2,
+            )
+        ]
+    )
+    page = html(found)
+    assert "<u>" not in page
+    assert "</td></td>" not in page
+    assert "[bold]a & b</td>" in Page(page).text
+    assert "<u>[red]" in plain(found)
+    assert "[bold]a & b</td>" in plain(found)
+
+
+def test_the_repr_of_a_case_makes_the_case_again() -> None:
+    for one in (Case(), hostile(), Case(sm_scale=0.5, kv_head_range=(0, 2), backend="vllm")):
+        assert eval(repr(one), {"Case": Case}) == one
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.zeros(2, 0), "no elements"),
+        (torch.tensor([3, 1, 2]), "3, 1, 2"),
+        (torch.tensor([0.5, 1e-9]), "0.5, 1e-09"),
+        (torch.zeros(3, 3), "zeros"),
+        (torch.arange(40), "0 to 39"),
+        (torch.full((2, 2), float("nan")), "NaN everywhere"),
+        (torch.tensor([[1.0, float("nan")], [-2.0, 0.0]]), "-2 to 1; 1 NaN"),
+        (torch.tensor([[1.0, float("inf")]]), "1 to inf"),
+        (torch.tensor([[0x7F, 3]], dtype=torch.uint8), "3 to 127"),
+    ],
+)
+def test_contents_of_a_tensor(tensor: torch.Tensor, expected: str) -> None:
+    assert contents(tensor) == expected
+
+
+def test_a_noun_is_displayed_without_importing_the_sheets() -> None:
+    code = "from attnlab.case.case import Case; print(Case()._repr_html_()[:5], repr(Case(seed=3)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert done == "<div  Case(seed=3)\n"
+
+
+def test_placeholders_of_new_tokens_have_no_row() -> None:
+    """An op that reads new tokens from the cache may get none."""
+    case = Case(op="unified_attention", num_heads=2, query_lens=(3, 1), ctx_lens=(4, 5))
+    call = Lab().call(case)
+    assert {"key", "value"} <= names_of_tensors(call)
+    zero = call.query.new_zeros(()).expand(call.key.shape)
+    found = names_of_tensors(dataclasses.replace(call, key=zero, value=zero))
+    assert found == names_of_tensors(call) - {"key", "value"}
+
+
+def names_of_tensors(call: KernelCall) -> set[str]:
+    """Return the tensors in the table of a call."""
+    (grid,) = (part for part in sheet_of(call).parts if isinstance(part, Grid))
+    return {str(row[0]) for row in grid.rows}

@@ -23,9 +23,8 @@ from attnlab.kernels.triton.kernel_text import place_of, text_of, tree_with_name
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
 from attnlab.kernels.triton.lockstep.memory import Part, Tensors, patch_memory
-from attnlab.kernels.triton.lockstep.notes import Notes
+from attnlab.kernels.triton.lockstep.notes import Notes, Reads
 from attnlab.kernels.triton.lockstep.operations import Operations
-from attnlab.kernels.triton.lockstep.reads import Reads
 from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep
 from attnlab.kernels.triton.probe import Probe, current_probe
 from attnlab.kernels.triton.run_log import Memory, RunLog, Trace, limited

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from attnlab.kernels.triton.lockstep.control import Refused, running
-from attnlab.kernels.triton.lockstep.notes import Notes, first_program
+from attnlab.kernels.triton.lockstep.notes import Notes, Reads, first_program
 from attnlab.kernels.triton.lockstep.operations import shape_of
-from attnlab.kernels.triton.lockstep.reads import Reads
 from attnlab.kernels.triton.patches import decoded, encoded, is_bfloat16
 from attnlab.kernels.triton.run_log import Memory, values_outside
 

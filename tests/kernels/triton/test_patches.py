@@ -177,3 +177,116 @@ def test_a_call_of_the_stock_interpreter_is_diagnosed_with_its_kernel(tmp_path: 
         found = diagnose_captured(call, Case(), runner=find_backend(case.backend), limit=None)
         assert found.is_wrong == ("%" in new)
         assert found.unknown[-1].startswith("the recorded output: bfloat16 under Triton's")
+
+
+# ``and`` and ``or`` of blocks under the interpreter: element by element, as Triton compiles them.
+
+
+def test_blocks_are_combined():
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+    @triton.jit
+    def kernel(both, either, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        inside = at >= 2 and at < 5
+        outside = at < 2 or at >= 5 or at == 3
+        tl.store(both + at, inside.to(tl.int32))
+        tl.store(either + at, outside.to(tl.int32))
+
+    kernel.fn.__globals__["tl"] = tl
+    both, either = torch.zeros(2, 8, dtype=torch.int32).unbind()
+    with launching(LaunchPlan()):
+        kernel[(1,)](both, either, SIZE=8)
+    assert both.tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
+    assert either.tolist() == [1, 1, 0, 1, 0, 1, 1, 1]
+
+
+def test_chained_comparisons_of_blocks():
+    """Python would keep the last comparison alone; a constant that is false ends the chain."""
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+    @triton.jit
+    def kernel(out, pointer, NONE: tl.constexpr, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        inside = 2 <= at < 5
+        tl.store(out + at, inside.to(tl.int32) + (0 < at <= at != 3).to(tl.int32))
+        if 1 < NONE < tl.load(pointer):
+            tl.store(out, 9)
+
+    kernel.fn.__globals__["tl"] = tl
+    out = torch.zeros(8, dtype=torch.int32)
+    with launching(LaunchPlan()):
+        kernel[(1,)](out, None, NONE=0, SIZE=8)
+    assert out.tolist() == [0, 1, 2, 1, 2, 1, 1, 1]
+
+
+def test_the_second_operand_of_scalars_may_be_skipped():
+    """A constexpr condition protects an operand that cannot be computed."""
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+    @triton.jit
+    def kernel(out, pointer, FLAG: tl.constexpr):
+        if FLAG and tl.load(pointer) > 0:
+            tl.store(out, 1)
+        if not FLAG or tl.load(pointer) > 0:
+            tl.store(out + 1, 1)
+
+    kernel.fn.__globals__["tl"] = tl
+    out = torch.zeros(2, dtype=torch.int32)
+    with launching(LaunchPlan()):
+        kernel[(1,)](out, None, FLAG=False)
+    assert out.tolist() == [0, 1]
+
+
+# Functions of the language that a module has under a name of its own, and those of a GPU's library.
+
+
+tl_log2 = own_tanh = None  # names that a run gives the kernel's module
+NUMBERS = torch.tensor([0.25, 0.5, 1.0, 3.0])
+
+
+def run_kernel(lockstep: bool):
+    """Return what the alias of a function, and functions of libdevice, compute of NUMBERS."""
+    triton = interpreter.interpreted_triton()
+    from triton.language.extra import libdevice as general
+
+    tl = triton.language
+
+    @triton.jit
+    def kernel(x, out, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        number = tl.load(x + at)
+        tl.extra.cuda.gdc_wait()
+        tl.store(out + at, tl_log2(number))
+        tl.store(out + SIZE + at, own_tanh(number))
+        tl.store(out + 2 * SIZE + at, tl.extra.cuda.libdevice.fast_expf(number))
+        tl.store(out + 3 * SIZE + at, general.pow(number, number + 1))
+
+    names = {"tl": tl, "tl_log2": tl.log2, "own_tanh": tl.extra.cuda.libdevice.tanh}
+    kernel.fn.__globals__.update(names, general=general)
+    out = torch.zeros(4, 4)
+    with interpreter.interpret(lockstep=lockstep), launching(LaunchPlan()):
+        kernel[(1,)](NUMBERS, out, SIZE=4)
+    return out
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_aliases_and_libdevice_compute_what_their_names_say(lockstep):
+    expected = [NUMBERS.log2(), NUMBERS.tanh(), NUMBERS.exp(), NUMBERS.pow(NUMBERS + 1)]
+    torch.testing.assert_close(run_kernel(lockstep), torch.stack(expected))
+
+
+def test_a_function_of_the_library_that_is_not_known_is_refused(monkeypatch):
+    """A planted gap: no function may return what another computes."""
+    monkeypatch.delitem(patches._LIBDEVICE, "tanh")
+    with pytest.raises(Unavailable, match=r"^__nv_tanhf .* is not interpreted$"):
+        run_kernel(lockstep=False)
+
+
+def test_without_the_aliases_a_module_fails(monkeypatch):
+    monkeypatch.setattr(patches, "bind_aliases", lambda *args: None)
+    with pytest.raises(Exception, match=r"Did you forget to add @triton\.jit"):
+        run_kernel(lockstep=False)
