@@ -24,6 +24,7 @@ FOLDERS = (
     "defects",
     "weights",
     "diagnosis",
+    "linear",
     "mutation",
     "horizon",
     "checker",
@@ -34,7 +35,7 @@ FOLDERS = (
     "serving",
     "cli",
 )
-MAX_ENTRIES = 22
+MAX_ENTRIES = 23
 MAX_LINES = 900
 MAX_FILES = 25  # of one folder
 

@@ -167,7 +167,7 @@ RULES = (
         pattern=r"check --source.*--coverage|--shard", reason="", added=ONE_CASE, marker="releases"
     ),
     Rule(
-        pattern=r"library[: ]|aiter",
+        pattern=r"library[: ]|aiter|^attnlab linear",
         reason="needs a wheel of 39 MB; tests/library has a library of its own",
     ),
     Rule(

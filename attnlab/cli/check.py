@@ -24,7 +24,7 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
-from attnlab.library.op import ops_of, package_of
+from attnlab.library.op import ops_of, package_of, state_ops_of
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -176,6 +176,8 @@ def _add_files(group: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if state_ops_of(args.library):
+        return _check_states(args)
     with interruptible() as interrupt:
         report = _checked(args, interrupt)
     if interrupt():
@@ -185,6 +187,33 @@ def _run(args: argparse.Namespace) -> int:
     page = None if interrupt() else _draw(args, report)
     print_report(report, args.json, page)
     return interrupt.exit_code or report.exit_code
+
+
+def _check_states(args: argparse.Namespace) -> int:
+    """Check a library of linear attention, whose ops have states in place of a cache."""
+    allowed = ("library", "source", "installed", "op", "platform", "json")
+    parser = argparse.ArgumentParser()
+    _add_flags(parser)
+    for name, value in vars(args).items():
+        is_given = name in vars(parser.parse_args([])) and value != parser.get_default(name)
+        if name not in allowed and is_given:
+            raise InvalidCase(f"{name} must not be given with {args.library}", field=name)
+    from attnlab.kernels.vllm.source import source_path
+    from attnlab.linear.state_check import check_states
+
+    if args.source is not None:
+        args.source = source_path(str(args.source), package_of(args.library))
+    title = f"checking {args.library}"
+    with progress(title) as on_step:
+        report = check_states(
+            args.library,
+            args.source,
+            ops=args.op,
+            platform=args.platform or "sm_90",
+            on_case=lambda done, total: on_step(title, done, total),
+        )
+    command.put(report, args.json)
+    return report.exit_code
 
 
 def _library(args: argparse.Namespace) -> dict[str, Any]:

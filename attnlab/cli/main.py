@@ -27,6 +27,7 @@ from attnlab.cli import (
     env,
     horizon,
     investigate,
+    linear,
     matrix,
     merge,
     mla,
@@ -60,7 +61,7 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
         (check.COMMAND, compare.COMMAND, horizon.COMMAND, releases.COMMAND, merge.COMMAND),
     ),
     ("a server", (capture.COMMAND,)),
-    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.WRITES_COMMAND)),
+    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, linear.COMMAND, mla.WRITES_COMMAND)),
     (
         "this investigation",
         (investigate.INVESTIGATE_COMMAND, investigate.NEW_COMMAND, investigate.CLAIMS_COMMAND),

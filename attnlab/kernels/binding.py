@@ -302,7 +302,7 @@ class Values(dict[str, Any]):
         return found
 
 
-def evaluate(text: str, values: Values) -> Any:
+def evaluate(text: str, values: Mapping[str, Any]) -> Any:
     """Return the value of an expression of a record."""
     return eval(_code(text), {"__builtins__": {}}, values)
 
@@ -334,12 +334,17 @@ def bind(
     """
     parameters = inspect.signature(function).parameters
     check_call(call, parameters, inside)
-    given = arguments_of(call, target, parameters)
+    return passed(function, arguments_of(call, target, parameters), call.op)
+
+
+def passed(function: Callable[..., Any], given: Arguments, op: str) -> Arguments:
+    """Return the arguments that a function has; raise Unavailable if it requires another one."""
+    parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
         is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN
         if is_required and name not in given:
             raise Unavailable(
-                f"{call.op} requires the argument {name}, which the lab does not know: "
+                f"{op} requires the argument {name}, which the lab does not know: "
                 "add it to the arguments of the op's record"
             )
     return {name: given[name] for name in parameters if name in given}

@@ -295,11 +295,11 @@ class PluginBackend(Backend):
             return _of_module(op.module, op.function)
         place = (op.module, op.function, is_measuring())
         if platform is not None:
-            return _of_source(self.source, platform, *place)
+            return source_function(self.source, platform, *place)
         try:
-            return _of_source(self.source, PLATFORMS["sm_90"], *place)
+            return source_function(self.source, PLATFORMS["sm_90"], *place)
         except Unavailable:  # of modules for AMD's GPUs alone
-            return _of_source(self.source, PLATFORMS["gfx942"], *place)
+            return source_function(self.source, PLATFORMS["gfx942"], *place)
 
     @property
     def file(self) -> str | None:
@@ -471,7 +471,7 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 
 
 @lru_cache(maxsize=16)
-def _of_source(
+def source_function(
     source: Source, platform: Platform, module: str, function: str, is_marked: bool
 ) -> Callable[..., Any]:
     """Return a function of a package that is not imported, with the lab's Triton.

@@ -37,6 +37,7 @@ class Package:
     - ``stubs``: returns what replaces other modules of the package, by dotted name and then by name, on a
       platform (:class:`attnlab.case.platforms.Platform`). A module without a stub has names that may not be
       called.
+    - ``library``: the folder of attnlab/library with the records, if it has another name.
     """
 
     name: str
@@ -47,10 +48,16 @@ class Package:
     is_whole: bool = False
     stubs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda platform: {}
 
+    library: str = ""
+
+    def __post_init__(self) -> None:
+        """Set the library, the folder of attnlab/library, to the package's name if it is not given."""
+        object.__setattr__(self, "library", self.library or self.name)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.is_whole:
-            return _whole_package, (self.name, self.folders)
-        return package_of, (self.name,)
+        if self.library in libraries() and self is package_of(self.library):
+            return package_of, (self.library,)
+        return _whole_package, (self.name, self.folders)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,12 +316,73 @@ def package_of_module(module: str) -> Package:
     return _whole_package(module.partition(".")[0], (folder.replace(".", "/"),))
 
 
+# Ops of linear attention: each sequence has a state in place of a cache.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateOp:
+    """An op of linear attention over a state of each sequence, [num_value_heads, value_size, key_size].
+
+    A token multiplies the state by the exponential of its gate, adds its value, and reads the state with its
+    query. A delta rule first subtracts from the value what the state holds for the key, and multiplies it by
+    beta.
+
+    - ``name``, ``summary``, ``library``, ``module``, ``python_name``, ``left_out``: as of :class:`Op`.
+    - ``arguments``: the value of each parameter, as an expression in the names of
+      :class:`attnlab.linear.state_call.StateCall`. A parameter that the function lacks is not passed.
+    - ``result``, ``states``: expressions in these names, the arguments, and ``returned``: the output, and the
+      states of all slots after the call; or ``final``, the final states of the sequences.
+    - ``gate``: "head", one number; "key", one for each element of the key. ``raw_gate``: the op computes the
+      gate and beta from what the layer projects. ``delta``: it is a delta rule.
+    - ``chunk``: tokens that are computed together, 1 for an op that takes one token after the other.
+    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states.
+    - ``norms``: it can normalise queries and keys. ``groups``: several value heads may share a key head.
+    - ``slots``: it reads and writes the states at ``state_indices``; ``num_accepted``: also one state for
+      each new token, of which the accepted one is read.
+    - ``one_token``: each sequence has one new token. ``skips``: it leaves out sequences whose slot is
+      at most 0, and "zeros": their output is 0. ``empty``: sequences may have no token.
+    """
+
+    name: str
+    summary: str
+    library: str
+    module: str
+    python_name: str
+    arguments: Mapping[str, str]
+    result: str
+    states: str = ""
+    final: str = ""
+    gate: str = "head"
+    raw_gate: bool = False
+    delta: bool = True
+    chunk: int = 1
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    state_dtypes: tuple[str, ...] = ("float32",)
+    norms: bool = True
+    groups: bool = True
+    slots: bool = False
+    num_accepted: bool = False
+    one_token: bool = False
+    skips: str = ""
+    empty: bool = True
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def state_ops_of(library: str) -> list[StateOp]:
+    """Return the records of ops of linear attention in the folder of a library."""
+    return _records(library, StateOp)
+
+
 def ops_of(library: str) -> list[Op]:
     """Return the records in the folder of a library, in the order of their files."""
+    return _records(library, Op)
+
+
+def _records(library: str, kind: type[Any]) -> list[Any]:
     package = importlib.import_module(f"attnlab.library.{library}")
     files = sorted(one.name for one in pkgutil.iter_modules(package.__path__))
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in files]
-    return [one for module in modules for one in vars(module).values() if isinstance(one, Op)]
+    return [one for module in modules for one in vars(module).values() if isinstance(one, kind)]
 
 
 def libraries() -> list[str]:

@@ -25,30 +25,35 @@ def num_slots(call: KernelCall) -> int:
     return cache_slots(call) + (call.query.shape[0] if has_new_slots(call) else 0)
 
 
-def one_hot(call: KernelCall, lanes: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
-    """Yield the values of each run, [N, num_kv_heads, head_size] int8.
+def one_hot(
+    lanes: torch.Tensor, width: int, num_heads: int, head_size: int
+) -> Iterator[torch.Tensor]:
+    """Yield the values of each run, [N, num_heads, head_size] int8.
 
     ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run. ``width``:
-    the number of elements that are used. The values are on the call's device.
+    the number of elements that are used. The values are on the device of the lanes.
     """
-    lanes = lanes.to(call.query.device)
-    head_size, slots = call.query.shape[2], torch.arange(len(lanes), device=lanes.device)
+    slots = torch.arange(len(lanes), device=lanes.device)
     for first in range(0, int(lanes.max()) + 1, width):
-        shape = (len(lanes), call.key.shape[1], head_size)
+        shape = (len(lanes), num_heads, head_size)
         codes = torch.zeros(shape, dtype=torch.int8, device=lanes.device)
         here = (lanes >= first) & (lanes < first + width)
         codes[slots[here], :, lanes[here] - first] = 1
         yield codes
 
 
-def random_codes(call: KernelCall, seed: int = 0) -> torch.Tensor:
-    """Return ±1, ±2 or ±4 for every slot, head and element, [N, num_kv_heads, head_size] int8."""
+def random_codes(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Return ±1, ±2 or ±4 for every slot, head and element, int8."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (num_slots(call), call.key.shape[1], call.query.shape[2])
     words = torch.randint(-(2**63), 2**63 - 1, (-(-prod(shape) // 8),), generator=generator)
     numbers = words.view(torch.int8)[: prod(shape)].view(shape)
     magnitudes = torch.ones_like(numbers) << (numbers & 127) % 3
     return torch.where(numbers < 0, -magnitudes, magnitudes)
+
+
+def values_shape(call: KernelCall) -> tuple[int, int, int]:
+    """Return the shape of the values of all slots, [N, num_kv_heads, head_size]."""
+    return num_slots(call), call.key.shape[1], call.query.shape[2]
 
 
 def with_values(call: KernelCall, target: Target, codes: torch.Tensor) -> KernelCall:

@@ -1,7 +1,7 @@
 """Measurement: the weights of a kernel, from runs of the unmodified kernel with coded values."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from attnlab.weights.codes import (
     shared_lanes,
     single_lanes,
     slot_owners,
+    values_shape,
     with_drawn_keys,
     with_finite_keys,
     with_values,
@@ -409,9 +410,15 @@ class _Reader:
             return found  # the rows and heads are ascending
         return found[rows][:, heads]
 
+    def _one_hot(self, lanes: Lanes) -> Iterator[torch.Tensor]:
+        """Return the values of the runs that measure lanes."""
+        _, kv_heads, head_size = values_shape(self._setup.call)
+        of = lanes.of.to(self._setup.call.query.device)
+        return one_hot(of, self._setup.width, kv_heads, head_size)
+
     def lanes(self, lanes: Lanes) -> torch.Tensor:
         """Return the sums of the weights by lane, then zeros, [R, H, runs × head_size]."""
-        read = self._outputs(one_hot(self._setup.call, lanes.of, self._setup.width))
+        read = self._outputs(self._one_hot(lanes))
         scale = value_scale(self._setup.call)
         if scale != 1:
             read[..., : lanes.cached] /= scale
@@ -441,7 +448,7 @@ class _Reader:
         setup, call = self._setup, self._setup.call
         if weights is None:
             weights = unfolded(setup, lanes, read[..., : lanes.count])
-        codes = random_codes(call)
+        codes = random_codes(values_shape(call))
         numbers = codes[..., : setup.width].to(setup.device).double()
         predicted, magnitude = weigh(call, weights, numbers, setup.kv_head)
         output = self._output(codes) if self._values else predicted
@@ -449,7 +456,7 @@ class _Reader:
         if self._values:
             unwritten &= output.isnan().flatten(1).all(1)
         if bool(unwritten.any()):  # a run that differs from one with NaN in the buffer alone
-            same = codes if self._values else next(one_hot(call, lanes.of, setup.width))
+            same = codes if self._values else next(self._one_hot(lanes))
             unwritten &= (self._output(same, _KEPT) == _KEPT).flatten(1).all(1)
         return Measurement(
             call=call,

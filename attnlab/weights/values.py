@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.weights.codes import num_slots, random_codes, with_values
+from attnlab.weights.codes import num_slots, random_codes, values_shape, with_values
 from attnlab.weights.key_rules import HEAD_FORMS, other_head
 from attnlab.weights.measurement import (
     Measurement,
@@ -61,7 +61,7 @@ class ValueFaults:
 
 def predicts_values(setup: AttentionSetup, found: Measurement, faults: ValueFaults) -> torch.Tensor:
     """Return for which rows the faults give the output with random values, [R] bool."""
-    codes = random_codes(found.call)[..., : setup.width].double()
+    codes = random_codes(values_shape(found.call))[..., : setup.width].double()
     kv_heads = faults.kv_heads_of(setup)
     predicted, _ = weigh(found.call, found.weights, codes, kv_heads)
     if faults.elements is not None:
@@ -105,7 +105,7 @@ def value_faults(
 
 def _is_linear(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor) -> bool:
     """Answer whether twice the random values give twice the output in some rows."""
-    codes = random_codes(found.call)
+    codes = random_codes(values_shape(found.call))
     once, twice = (
         _some(run(with_values(found.call, setup.target, times * codes)), setup, found)[rows]
         for times in (1, 2)

@@ -217,22 +217,27 @@ def _launched_type() -> Any:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Let :func:`launch` run every interpreted kernel inside the block, whoever imported its Triton."""
+    """Let :func:`launch` run every interpreted kernel inside the block, whoever imported its Triton.
+
+    Of the configurations of ``@triton.autotune``, the first runs: none is timed.
+    """
     if not is_interpreting():
         yield
         return
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpretedFunction
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if not warmup:
             launch(_launched_type().of(self), args, kwargs, grid)
 
-    before = InterpretedFunction.run
+    before, pruned = InterpretedFunction.run, Autotuner.prune_configs
     InterpretedFunction.run = run
+    Autotuner.prune_configs = lambda self, arguments: pruned(self, arguments)[:1]
     try:
         yield
     finally:
-        InterpretedFunction.run = before
+        InterpretedFunction.run, Autotuner.prune_configs = before, pruned
 
 
 @contextmanager

@@ -111,10 +111,21 @@ def counting(log: OperationLog) -> Iterator[None]:
 
 
 def iterated(value: Any = None) -> Any:
-    """Count an iteration of a kernel's loop; return the value."""
+    """Count an iteration of a kernel's loop; return the value, an integer as a :class:`LoopIndex`."""
     if _RUNNING:
         _RUNNING[-1].operated()
-    return value
+    return LoopIndex(value) if type(value) is int else value
+
+
+class LoopIndex(int):
+    """The variable of a loop over a range: a number that can be converted, as Triton's int32 scalar."""
+
+    def to(self, dtype: Any, **options: Any) -> Any:
+        """Return the number as a scalar of Triton."""
+        from triton.runtime.interpreter import TensorHandle, tl
+
+        handle = TensorHandle(np.array([self], dtype=np.int32), tl.int32)
+        return tl.tensor(handle, tl.int32).to(dtype, **options)
 
 
 @contextmanager

@@ -133,6 +133,12 @@ class Absent:
             raise AttributeError(name)
         return Absent(f"{self._name}.{name}", self._why)
 
+    def __or__(self, other: Any) -> "Absent":
+        """Return this: the union of types in an annotation, as in ``Name | None``."""
+        return self
+
+    __ror__ = __or__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         package = self._name.partition(".")[0].replace("vllm", "vLLM")
         why = self._why or f"the lab loads only {package}'s attention ops"
@@ -281,6 +287,14 @@ def make_stubs(
     platform: Platform, triton: ModuleType, dispatch: Dispatch, interpret: bool
 ) -> dict[str, ModuleType]:
     """Return the stub modules by dotted name."""
+    contents = _vllm_contents(platform, triton, dispatch)
+    return _modules(contents, ModuleType, _Current(platform), triton if interpret else None)
+
+
+def _vllm_contents(
+    platform: Platform, triton: ModuleType | None, dispatch: Dispatch
+) -> dict[str, dict[str, Any]]:
+    """Return what the stubs of vLLM's modules contain."""
     current = _Current(platform)
     quiet = SimpleNamespace(
         **{
@@ -290,7 +304,7 @@ def make_stubs(
         }
     )
     fp8 = FORMATS[platform.fp8_e4m3].dtype
-    contents: dict[str, dict[str, Any]] = {
+    return {
         "vllm.platforms": {"current_platform": current},
         "vllm.platforms.rocm": {
             "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom,
@@ -299,7 +313,7 @@ def make_stubs(
         "vllm._custom_ops": {
             "paged_attention_rocm": lambda *args, **kwargs: dispatch.rocm_decode(*args, **kwargs)
         },
-        "vllm.triton_utils": {"triton": triton, "tl": triton.language},
+        "vllm.triton_utils": {"triton": triton, "tl": getattr(triton, "language", None)},
         "vllm.logger": {"init_logger": lambda name: quiet},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.model_executor.layers.batch_invariant": {"vllm_is_batch_invariant": lambda: False},
@@ -320,7 +334,6 @@ def make_stubs(
         },
         **warmup_stubs(),
     }
-    return _modules(contents, ModuleType, current, triton if interpret else None)
 
 
 def package_stubs(
@@ -328,7 +341,10 @@ def package_stubs(
 ) -> dict[str, ModuleType]:
     """Return the stub modules that a package states, whose other names may not be called; ``triton``: what
     replaces Triton."""
-    return _modules(package.stubs(platform), Stub, _Current(platform), triton)
+    contents = dict(package.stubs(platform))
+    if package.name == "vllm":
+        contents = {**_vllm_contents(platform, triton, Dispatch()), **contents}
+    return _modules(contents, Stub, _Current(platform), triton)
 
 
 def _modules(
@@ -365,21 +381,27 @@ def _is_quantized(kv_cache_dtype: str) -> bool:
 def _torch(current: "_Current") -> ModuleType:
     """Return a torch module for interpreted ops on a machine without a GPU.
 
-    ``torch.cuda`` describes the simulated platform. ``torch.empty`` returns NaN, so that a read of scratch
-    memory before it is written shows in the output.
+    ``torch.cuda`` describes the simulated platform. ``torch.empty`` and ``empty_like`` return NaN, so
+    that a read of scratch memory before it is written shows in the output.
     """
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:
-        made = torch.empty(*size, **options)
+        return scratch(torch.empty(*size, **options))
+
+    def empty_like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        return scratch(torch.empty_like(tensor, **options))
+
+    def scratch(made: torch.Tensor) -> torch.Tensor:
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     cuda = _view(
         torch.cuda,
         get_device_capability=current.get_device_capability,
+        get_device_name=lambda device=0: current.get_device_properties(device).name,
         get_device_properties=current.get_device_properties,
         current_device=current.get_current_device,
     )
-    return _view(torch, cuda=cuda, empty=empty)
+    return _view(torch, cuda=cuda, empty=empty, empty_like=empty_like)
 
 
 class OnCpu(TorchFunctionMode):

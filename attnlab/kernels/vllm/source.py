@@ -53,7 +53,9 @@ def _kept(package: Package) -> re.Pattern[str]:
 
     Of a package without a record, all modules and JSON files.
     """
-    names = "|".join(name.replace("-", "[-_]") for name in {package.name, *package.distributions})
+    names = "|".join(
+        name.replace("-", "[-_]") for name in sorted({package.name, *package.distributions})
+    )
     top, folders = rf"(?:{names})-[^/]*/", "|".join(package.folders)
     further = rf"|(?:{top})?({package.further})" if package.further else ""
     files = rf"(?:{folders})/\w+\.py"

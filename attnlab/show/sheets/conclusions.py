@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attnlab.horizon.survey import Row as Horizon
     from attnlab.horizon.survey import Survey
     from attnlab.lab.writes import WriteReport
+    from attnlab.linear.state_check import StateFinding, StateReport, StateXRay
     from attnlab.mla.run import MlaReport, MlaResult
     from attnlab.mutation.power import MutationReport
     from attnlab.weights.xray import XRay
@@ -436,6 +437,50 @@ def mla_report(one: "MlaReport") -> Sheet:
         tone=tone,
         name="MlaReport",
     )
+
+
+# Sheets of linear attention.
+
+
+def state_report(one: "StateReport") -> Sheet:
+    """Return a row for each finding of a check of linear attention."""
+    rows: list[Row] = [
+        [Words(each.op, code=True), each.title, each.evidence, ", ".join(each.reasons)]
+        for each in one.findings
+    ]
+    ran = sum(one.ops.values())
+    commands = [each.case.to_cli() for each in one.findings]
+    return Sheet.of(
+        "Check",
+        f"{len(rows)} findings in {ran} cases of {len(one.ops)} ops",
+        Facts([("source", one.source), ("seconds", f"{one.seconds:.0f}")]),
+        Grid(["op", "finding", "evidence", "cases"], rows, most=len(rows)) if rows else None,
+        Lines(["Run one of them (with --source):", *commands]) if commands else None,
+        Lines([f"Not run: {text}" for text in one.not_run]) if one.not_run else None,
+        Lines([f"Left out: {text}" for text in one.left_out]) if one.left_out else None,
+        tone="bad" if rows else "good",
+        name="StateReport",
+    )
+
+
+def state_finding(one: "StateFinding") -> Sheet:
+    """Return a fault of an op of linear attention."""
+    facts = [("op", one.op), ("evidence", one.evidence), ("run", one.case.to_cli())]
+    return Sheet.of("Finding", one.title, Facts(facts), tone="bad", name="StateFinding")
+
+
+def state_xray(one: "StateXRay") -> Sheet:
+    """Return what the weights of an op of linear attention show."""
+    facts = [
+        ("op", one.case.op),
+        ("source", one.source),
+        ("largest error", f"{one.worst:.3g} × its bound"),
+        ("largest error of a weight", f"{one.worst_weight:.3g} × its bound"),
+        ("runs", str(one.weights.runs)),
+    ]
+    tone: Tone = "good" if one.status == "right" else "bad"
+    sentences = Lines(list(one.sentences))
+    return Sheet.of("XRay", one.status, sentences, Facts(facts), tone=tone, name="StateXRay")
 
 
 # Sheet of the int32 horizons of a source.

@@ -1,0 +1,190 @@
+"""Run ops of linear attention from a source, and compare them with the plan in float64."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unsupported
+from attnlab.case.platforms import PLATFORMS
+from attnlab.kernels.binding import Arguments, evaluate, new_empty_is_scratch, passed
+from attnlab.kernels.plugin import contained, source_function, text_of
+from attnlab.kernels.triton.interpreter import interpreting
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.vllm.backend import is_stated, one_line
+from attnlab.kernels.vllm.loader import OnCpu
+from attnlab.kernels.vllm.source import Source
+from attnlab.linear.state_call import StateCall
+from attnlab.linear.state_plan import Evaluated, StatePlan, Units, right_plan
+from attnlab.linear.state_plan import evaluate as evaluate_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateOutput:
+    """The output of a call, [tokens, num_v_heads, head_v_dim], and the states of all slots after it.
+
+    ``log``: what Triton's interpreter recorded; empty for models.
+    """
+
+    output: torch.Tensor
+    states: torch.Tensor
+    log: RunLog
+
+
+Runner = Callable[[StateCall], StateOutput]
+Edit = Callable[[StatePlan], StatePlan]
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "key_first": lambda states: None if states is None else states.mT.contiguous(),
+    "packed": lambda *parts: torch.cat([one.flatten(1) for one in parts], 1),
+    "nan_like": lambda tensor: torch.full_like(tensor, float("nan")).contiguous(),
+}
+
+
+class _Names(dict[str, Any]):
+    """What the expressions of a record name: functions, and the tensors of a call."""
+
+    def __init__(self, call: StateCall, **given: Any) -> None:
+        super().__init__({**_FUNCTIONS, "True": True, **given})
+        self._call = call
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = found = getattr(self._call, name)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRunner:
+    """Runs the ops of a source under Triton's interpreter, as of a platform."""
+
+    source: Source
+    platform: str = "sm_90"
+
+    def __call__(self, call: StateCall) -> StateOutput:
+        """Return what the op computes; the tensors of the call stay as they are.
+
+        Raises KernelRejected for a limit that the op states itself, KernelFailed if it breaks, and what
+        loading it raises.
+        """
+        op = call.op
+        function = source_function(
+            self.source, PLATFORMS[self.platform], op.module, op.python_name, False
+        )
+        names = _Names(call, states=call.states.clone())
+        arguments = _arguments(function, call, names)
+        plan = LaunchPlan()
+        on_cpu = contextlib.nullcontext() if torch.cuda.is_available() else OnCpu()
+        try:
+            with launching(plan), interpreting(), contained(), on_cpu, new_empty_is_scratch():
+                returned = function(**arguments)
+        except AttnLabError:
+            raise
+        except NotImplementedError as error:
+            raise Unsupported(f"{op.name} does not support this call: {error}") from error
+        except Exception as error:
+            if is_stated(error, self.source):
+                raise KernelRejected(one_line(error)) from error
+            file = str(self.source.op_file(op.module))
+            raise KernelFailed(text_of(error, file)) from error
+        names.update(arguments, returned=returned)
+        output = evaluate(op.result, names)
+        if not isinstance(output, torch.Tensor) or output.shape != call.value.shape:
+            shape = list(getattr(output, "shape", ()))
+            text = f"its output has the shape {shape}, not that of the values, {list(call.value.shape)}"
+            raise KernelFailed(text)
+        if op.states:
+            states = evaluate(op.states, names)
+        else:
+            states = call.states.clone()
+            states[call.tables[:, 0]] = evaluate(op.final, names).to(states.dtype)
+        return StateOutput(output=output, states=states, log=plan.observed)
+
+
+def _arguments(function: Callable[..., Any], call: StateCall, names: _Names) -> Arguments:
+    """Return the arguments of the op, of those that its record has."""
+    known = inspect.signature(function).parameters
+    texts = {name: text for name, text in call.op.arguments.items() if name in known}
+    given = {name: evaluate(text, names) for name, text in texts.items()}
+    return passed(function, given, call.op.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRunner:
+    """Computes the plan of a call in float64, changed by ``edit``, and rounds what is stored."""
+
+    edit: Edit = lambda plan: plan
+
+    def __call__(self, call: StateCall) -> StateOutput:
+        """Return what the changed plan gives."""
+        found = evaluate_plan(self.edit(right_plan(call)))
+        return StateOutput(
+            output=found.output.to(call.value.dtype),
+            states=found.states.to(call.states.dtype),
+            log=RunLog(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Deviation:
+    """How far an output and states are from those of a plan.
+
+    - ``output``: [tokens, heads, n], ``states``: [slots, heads, n, key_size], errors as multiples of their
+      bounds, infinite where only one is finite, 0 in rows that no caller reads. ``compared``: [tokens]
+      bool.
+    """
+
+    output: torch.Tensor
+    states: torch.Tensor
+
+    @property
+    def worst(self) -> float:
+        """Return the largest error as a multiple of its bound."""
+        parts = [one.max() for one in (self.output, self.states) if one.numel()]
+        return float(torch.stack(parts).max()) if parts else 0.0
+
+    @property
+    def is_right(self) -> bool:
+        """Answer whether every error is within its bound."""
+        return self.worst <= 1.0
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Return which rows and heads of the output are wrong, [tokens, heads] bool."""
+        return (self.output > 1).any(-1)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Return which states are wrong, [slots, heads] bool."""
+        return (self.states > 1).flatten(2).any(-1)
+
+
+def deviation(
+    call: StateCall, output: torch.Tensor, states: torch.Tensor, expected: Evaluated
+) -> Deviation:
+    """Compare an output and states with what a plan computes; rows of skipped sequences may hold anything."""
+    compared = torch.ones(len(output), dtype=torch.bool)
+    for seq in torch.nonzero(call.skipped).flatten().tolist():
+        rows = call.rows_of(seq)
+        compared[rows.start : rows.stop] = call.op.skips == "zeros"
+    found = _ratio(output.double(), expected.output, expected.output_bound)
+    return Deviation(
+        output=torch.where(compared[:, None, None], found, 0.0),
+        states=_ratio(states.double(), expected.states, expected.states_bound),
+    )
+
+
+def _ratio(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Return errors as multiples of their bounds; equal numbers, and NaN in both, give 0."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    error = (found - expected).abs() / bound.clamp(min=1e-300)
+    return torch.where(same, 0.0, error.nan_to_num(torch.inf, torch.inf))
+
+
+def compare(call: StateCall, run: Runner) -> Deviation:
+    """Run a call, and compare the result with the right plan."""
+    found = run(call)
+    expected = evaluate_plan(right_plan(call), Units.of(call))
+    return deviation(call, found.output, found.states, expected)

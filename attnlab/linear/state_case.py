@@ -1,0 +1,195 @@
+"""StateCase: one call of an op of linear attention, and hostile ones."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab.case.declaration import DTYPE_BYTES
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, group, refuse
+from attnlab.case.platforms import PLATFORMS
+from attnlab.case.shown import json_fields
+from attnlab.library.op import StateOp, libraries, state_ops_of
+
+STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
+_GATES = {
+    "usual": "half of a state is left after some tokens",
+    "none": "states do not decay",
+    "strong": "some tokens erase the state",
+}
+_op, _sizes, _lengths = group("the op"), group("sizes"), group("sequences and states")
+_data = group("data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCase:
+    """One call of an op of linear attention.
+
+    - ``op``: a name of STATE_OPS. ``query_lens``: new tokens of each sequence, 0 for none.
+    - ``num_k_heads``, ``num_v_heads``, ``head_k_dim``, ``head_v_dim``: vLLM's names; several value heads may
+      share a key head.
+    - ``initial``: which sequences have a state before the call: "all", "some" (every second has none) or
+      "none" (no states are passed).
+    - ``skipped``: sequences at the end whose slot is -1, as in a batch that is padded for a CUDA graph.
+    - ``spec_tokens``: 0, or the number of slots of each sequence in a speculative decode: each new token
+      stores its state, and the state of the last accepted token is read.
+    - ``gates``: how fast states decay. ``scale``: of the output; None is head_k_dim ** -0.5.
+    - ``use_norm``: the op normalises queries and keys. If not, the keys have the length 1 before the call.
+    """
+
+    op: str = _op("vllm_fused_recurrent_gated_delta_rule", OneOf(tuple(STATE_OPS)), "the op")
+    query_lens: tuple[int, ...] = _lengths((70, 3, 1), Lens(0), "new tokens of each sequence")
+    num_k_heads: int = _sizes(2, Int(1, 64), "heads of queries and keys")
+    num_v_heads: int = _sizes(2, Int(1, 64), "heads of values; a multiple of the key heads")
+    head_k_dim: int = _sizes(16, Int(1, 256), "elements of a head's key")
+    head_v_dim: int = _sizes(16, Int(1, 256), "elements of a head's value")
+    initial: str = _lengths(
+        "all",
+        OneOf(("all", "some", "none")),
+        "which sequences have a state before the call; some: every second has none",
+    )
+    skipped: int = _lengths(0, Int(0, 64), "sequences at the end with slot -1")
+    spec_tokens: int = _lengths(
+        0, Int(0, 16), "slots of each sequence in a speculative decode, 0 for none"
+    )
+    gates: str = _data("usual", OneOf(tuple(_GATES)), "how fast states decay")
+    scale: float | None = _data(None, Maybe(Number(), "head_k_dim ** -0.5"), "scale of the output")
+    use_norm: bool = _data(True, Flag(), "the op normalises queries and keys")
+    dtype: str = _data("bfloat16", OneOf(tuple(DTYPE_BYTES)), "dtype of queries, keys and values")
+    state_dtype: str = _data("float32", OneOf(tuple(DTYPE_BYTES)), "dtype of the states")
+    seed: int = _data(0, Int(0), "seed of the data")
+    platform: str = _data("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
+
+    def __post_init__(self) -> None:
+        """Check every field; raise InvalidCase before anything is allocated."""
+        for name, one in STATE_FIELDS.items():
+            kind = one.metadata["kind"]
+            object.__setattr__(self, name, kind.check(name, getattr(self, name)))
+        for name, is_wrong, allowed in self._rules():
+            if is_wrong:
+                refuse(name, allowed, getattr(self, name))
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield fields, whether their value is wrong, and what is allowed."""
+        op, of_op, lens = self.record, f"with {self.op}", self.query_lens
+        yield "dtype", self.dtype not in op.dtypes, f"{' or '.join(op.dtypes)} {of_op}"
+        allowed = op.state_dtypes
+        yield "state_dtype", self.state_dtype not in allowed, f"{' or '.join(allowed)} {of_op}"
+        is_uneven = self.num_v_heads % self.num_k_heads > 0
+        yield "num_v_heads", is_uneven, f"a multiple of num_k_heads ({self.num_k_heads})"
+        is_group = self.num_v_heads > self.num_k_heads and not op.groups
+        yield "num_v_heads", is_group, f"num_k_heads ({self.num_k_heads}) {of_op}"
+        yield "use_norm", self.use_norm and not op.norms, f"false {of_op}"
+        yield "initial", self.initial != "all" and op.slots, f"all {of_op}"
+        yield "skipped", self.skipped > 0 and not op.skips, f"0 {of_op}"
+        yield "skipped", self.skipped >= len(lens) > 0, "less than the number of sequences"
+        yield "spec_tokens", self.spec_tokens > 0 and not op.num_accepted, f"0 {of_op}"
+        yield "query_lens", op.one_token and {*lens} != {1}, f"1 for all sequences {of_op}"
+        many = op.slots and max(lens) > max(1, self.spec_tokens)
+        yield "query_lens", many, f"at most spec_tokens ({self.spec_tokens}), or 1, {of_op}"
+        yield "query_lens", not any(lens), "above 0 for at least one sequence"
+
+    @property
+    def record(self) -> StateOp:
+        """Return the record of the op."""
+        return STATE_OPS[self.op]
+
+    def replace(self, **changes: Any) -> "StateCase":
+        """Return the case with other values of some fields."""
+        check_names(changes)
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        return json_fields(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "StateCase":
+        """Return the case of :meth:`to_dict`; raise InvalidCase for an unknown field."""
+        check_names(fields)
+        return cls(**fields)
+
+    def to_cli(self) -> str:
+        """Return the flags that differ from the defaults, as of ``attnlab linear``."""
+        words = ["attnlab linear"]
+        for name, one in STATE_FIELDS.items():
+            value = getattr(self, name)
+            if value != one.default:
+                words.append(f"--{name.replace('_', '-')} {one.metadata['kind'].text(value)}")
+        return " ".join(words)
+
+
+def check_names(fields: Mapping[str, Any]) -> None:
+    """Raise InvalidCase for a name that is no field of a StateCase."""
+    for name in fields:
+        if name not in STATE_FIELDS:
+            raise InvalidCase(f"{name} is not a field of a StateCase", field=name)
+
+
+STATE_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
+    one.name: one for one in dataclasses.fields(StateCase)
+}
+
+
+# Cases that are hostile to ops of linear attention.
+
+_PREFILLS: dict[str, dict[str, Any]] = {
+    "few tokens": {"query_lens": (3, 1, 5)},
+    "lengths before, at and after the end of a chunk": {"query_lens": (63, 64, 65, 1)},
+    "several chunks, and a part of one": {"query_lens": (150, 2)},
+    "a sequence without a token": {"query_lens": (5, 0, 66)},
+    "every second sequence without a state": {"query_lens": (40, 70, 9), "initial": "some"},
+    "no states before the call": {"query_lens": (70, 17), "initial": "none"},
+    "states that do not decay": {"query_lens": (70, 17), "gates": "none"},
+    "tokens that erase the state": {"query_lens": (130, 17), "gates": "strong"},
+    "values of other width than keys": {"query_lens": (70, 5), "head_v_dim": 32},
+    "keys of more elements than a tile": {"query_lens": (70, 5), "head_k_dim": 128},
+    "sizes that are not powers of two": {"query_lens": (70,), "head_k_dim": 24, "head_v_dim": 40},
+}
+_DECODES: dict[str, dict[str, Any]] = {
+    "one token of each sequence": {"query_lens": (1, 1, 1, 1)},
+    "states that do not decay": {"query_lens": (1, 1), "gates": "none"},
+    "tokens that erase the state": {"query_lens": (1,) * 9, "gates": "strong"},
+    "a sequence without a slot": {"query_lens": (1, 1, 1), "skipped": 1},
+    "states in bfloat16": {"query_lens": (1, 1, 1), "state_dtype": "bfloat16"},
+    "speculative tokens": {"query_lens": (4, 4, 4), "spec_tokens": 4},
+    "fewer tokens than slots": {"query_lens": (4, 2, 1), "spec_tokens": 4},
+    "a sequence without a token": {"query_lens": (3, 0, 3), "spec_tokens": 3},
+    "speculative tokens, and a sequence without a slot": {
+        "query_lens": (3, 3, 3),
+        "spec_tokens": 3,
+        "skipped": 1,
+    },
+    "values of other width than keys": {"query_lens": (1, 1), "head_v_dim": 64},
+    "sizes that are not powers of two": {"query_lens": (1,), "head_k_dim": 24, "head_v_dim": 40},
+}
+_BOTH: dict[str, dict[str, Any]] = {
+    "several value heads of one key head": {"num_k_heads": 2, "num_v_heads": 6},
+    "queries and keys as they are": {"use_norm": False},
+    "another scale": {"scale": 0.7},
+    "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+}
+
+
+def variants_of(op: StateOp) -> dict[str, StateCase]:
+    """Return the hostile cases that an op can run, by the reason why they are hostile."""
+    usual = {"query_lens": (1, 1, 1) if op.slots else (70, 3)}
+    own = {**(_DECODES if op.slots else _PREFILLS), **{n: {**usual, **f} for n, f in _BOTH.items()}}
+    found = {}
+    for reason, fields in own.items():
+        try:
+            found[reason] = StateCase(op=op.name, **{**plain_fields(op), **fields})
+        except InvalidCase:  # what the op does not have
+            continue
+    return found
+
+
+def plain_fields(op: StateOp) -> dict[str, Any]:
+    """Return the fields of a case that an op can run, in place of the defaults."""
+    return {
+        "use_norm": op.norms,
+        "query_lens": (1, 1, 1) if op.slots else (70, 3, 1),
+        "dtype": op.dtypes[0],
+    }

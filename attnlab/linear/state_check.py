@@ -1,0 +1,340 @@
+"""Check ops of linear attention: run hostile cases, and say what is wrong."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnlab.case.errors import (
+    AttnLabError,
+    InvalidCase,
+    KernelFailed,
+    KernelRejected,
+    Unavailable,
+    Unsupported,
+)
+from attnlab.case.fields import refuse
+from attnlab.case.shown import Shown, json_fields, json_number
+from attnlab.diagnosis.claims import Claim
+from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.library.op import StateOp, package_of, state_ops_of
+from attnlab.linear.run import Runner, SourceRunner
+from attnlab.linear.state_case import StateCase, variants_of
+from attnlab.linear.state_claims import StateClaim, Trial, explain, fitting_scopes
+from attnlab.linear.state_facts import facts_of, weight_facts
+from attnlab.linear.state_xray import StateWeights, measure
+
+_FEWEST = 3  # wrong trials that an explanation rests on, if cases with other data can give them
+_MOST_TRIES = 24
+_OUTSIDE = "a kernel accesses memory outside of its tensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StateFinding(Shown):
+    """One fault of an op of linear attention.
+
+    - ``kind``: "wrong_output", "wrong_state" (every output is right) or "fails". ``title``: what is known of
+      it. ``is_rule``: a rule gives the numbers of all cases that show it; if not, ``title`` says what they
+      have in common. ``case``: a small case that shows it. ``reasons``: the hostile cases that do.
+    - ``evidence``: the largest error of ``case``, as a multiple of its rounding bound.
+    """
+
+    op: str
+    kind: str
+    title: str
+    is_rule: bool
+    case: StateCase
+    reasons: tuple[str, ...]
+    evidence: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as values of strict JSON."""
+        return {**json_fields(self), "run": self.case.to_cli()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StateReport(Shown):
+    """What hostile cases found in the ops of linear attention of a source.
+
+    - ``ops``: the number of cases of each op that ran. ``left_out``: limits that an op states, and what no
+      case covers. ``not_run``: what could not run here.
+    """
+
+    source: str
+    ops: dict[str, int]
+    findings: tuple[StateFinding, ...]
+    left_out: tuple[str, ...]
+    not_run: tuple[str, ...]
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 for findings, 3 if an op could not run, else 0."""
+        return 1 if self.findings else 3 if self.not_run else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values of strict JSON."""
+        return json_fields(self)
+
+
+def check_states(
+    library: str,
+    source: Path | str | None = None,
+    *,
+    ops: Sequence[str] | None = None,
+    platform: str = "sm_90",
+    on_case: Callable[[int, int], None] = lambda done, total: None,
+) -> StateReport:
+    """Run the hostile cases of the ops of linear attention of a library.
+
+    ``source``: a wheel, an sdist or a checkout; None is the installed package. ``ops``: names, None for all.
+    Raises InvalidCase for a wrong argument, Unavailable if there is no such source.
+    """
+    records = {op.name: op for op in state_ops_of(library)}
+    for name in ops or ():
+        if name not in records:
+            refuse("op", f"one of {', '.join(records)}", name)
+    found = find_source(source, package_of(library))
+    began = time.perf_counter()
+    results = []
+    for i, name in enumerate(ops or records):
+        on_case(i, len(ops or records))
+        results.append(check_op(records[name], found, platform))
+    return StateReport(
+        source=found.text(),
+        ops={one.op.name: one.ran for one in results},
+        findings=tuple(finding for one in results for finding in one.findings),
+        left_out=tuple(text for one in results for text in one.left_out),
+        not_run=tuple(text for one in results for text in one.not_run),
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class OpResult:
+    """What the cases of one op found; as of :class:`StateReport`."""
+
+    op: StateOp
+    ran: int = 0
+    findings: list[StateFinding] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    not_run: list[str] = dataclasses.field(default_factory=list)
+
+
+def check_op(op: StateOp, source: Source, platform: str = "sm_90") -> OpResult:
+    """Run the hostile cases of an op of a source."""
+    run = SourceRunner(source=source, platform=platform)
+    result = OpResult(op=op, left_out=[f"{op.name}: {k}, {v}" for k, v in op.left_out.items()])
+    trials, reasons, failures = [], {}, dict[str, list[tuple[str, StateCase]]]()
+    for reason, case in variants_of(op).items():
+        try:
+            trials.append(Trial.of(case, run))
+            reasons[id(trials[-1])] = reason
+        except KernelFailed as error:
+            failures.setdefault(str(error), []).append((reason, case))
+        except (KernelRejected, Unsupported) as error:
+            result.left_out.append(f"{op.name}, {reason}: {error}")
+        except Unavailable as error:
+            result.not_run.append(f"{op.name}, {reason}: {error}")
+            continue
+        result.ran += 1
+    for text, shown in failures.items():
+        result.findings.append(_failure(op, text, shown))
+    for claim, explained in statements(trials, run):
+        result.findings.append(_finding(op, claim, explained, reasons, run))
+    return result
+
+
+def statements(trials: Sequence[Trial], run: Runner) -> Iterator[tuple[Claim, list[Trial]]]:
+    """Yield what is stated of the wrong trials, each claim with those that it is about.
+
+    A claim is about at least two cases: where fewer are wrong, the same with other data run, too.
+    """
+    wrong = [one for one in trials if one.is_wrong]
+    more = list(_with_other_data(wrong, run)) if 0 < len(wrong) < _FEWEST else []
+    claims, left = explain([*trials, *more])
+    facts: list[tuple[Claim, list[Trial]]] = []
+    if len(left) > 1:
+        facts = [(facts_of(left, trials, run), left)]
+    elif left:
+        further = list(_with_other_data(left, run))
+        again, rest = explain([*(one for one in trials if not one.is_wrong), *left, *further])
+        claims += again
+        if left[0] in rest:
+            alike = [*left, *(one for one in further if one.is_wrong)]
+            facts = [(facts_of(alike, [*trials, *further], run), left)]
+    yield from [*claims, *facts]
+
+
+def _with_other_data(trials: Sequence[Trial], run: Runner) -> Iterator[Trial]:
+    """Yield trials of the same cases with other data, with sequences in another order, and shorter ones."""
+    for one in trials:
+        lens = one.case.query_lens
+        halves = tuple(-(-n // 2) for n in lens)
+        for seed, lengths in enumerate((lens, lens[::-1], halves), 1):
+            try:
+                case = one.case.replace(seed=one.case.seed + seed, query_lens=lengths)
+                yield Trial.of(case, run)
+            except AttnLabError:
+                continue
+
+
+def _failure(op: StateOp, text: str, shown: list[tuple[str, StateCase]]) -> StateFinding:
+    return StateFinding(
+        op=op.name,
+        kind="fails",
+        title=f"the op raises: {text}",
+        is_rule=False,
+        case=shown[0][1],
+        reasons=tuple(reason for reason, _ in shown),
+        evidence=text,
+    )
+
+
+def _finding(
+    op: StateOp, claim: Claim, explained: list[Trial], reasons: dict[int, str], run: Runner
+) -> StateFinding:
+    """Return the finding of a claim, with a small case."""
+    small = min(explained, key=lambda one: sum(one.case.query_lens))
+    small = _shrunk(small, claim, run)
+    output = bool(small.deviation.rows.any())
+    is_rule = isinstance(claim, StateClaim)
+    known = claim.text if is_rule else f"no rule explains it: {claim.text}"
+    known = known if claim.said else "no rule explains it"
+    if any(one.found.log.outside for one in explained):
+        known = (
+            f"{_OUTSIDE}; the numbers here are as if: {known}"
+            if is_rule
+            else f"{_OUTSIDE}; {known}"
+        )
+    return StateFinding(
+        op=op.name,
+        kind="wrong_output" if output else "wrong_state",
+        title=known,
+        is_rule=is_rule,
+        case=small.case,
+        reasons=tuple(reasons[id(one)] for one in explained if id(one) in reasons),
+        evidence=f"the largest error is {small.deviation.worst:.3g} times its rounding bound",
+    )
+
+
+def _shrunk(trial: Trial, claim: Claim, run: Runner) -> Trial:
+    """Return a trial with fewer or shorter sequences that is still explained; without a rule, still wrong."""
+    tries, is_smaller = 0, True
+    while is_smaller and tries < _MOST_TRIES:
+        is_smaller = False
+        for case in _smaller(trial.case):
+            tries += 1
+            try:
+                one = Trial.of(case, run)
+            except AttnLabError:
+                continue
+            if one.is_wrong and (
+                not isinstance(claim, StateClaim) or claim.scope in fitting_scopes(one, claim.rule)
+            ):
+                trial, is_smaller = one, True
+                break
+    return trial
+
+
+def _smaller(case: StateCase) -> Iterator[StateCase]:
+    """Yield cases that are smaller by one step."""
+    lens = case.query_lens
+    steps: list[dict[str, Any]] = [
+        {"query_lens": lens[:i] + lens[i + 1 :]} for i in range(len(lens)) if len(lens) > 1
+    ]
+    steps += [
+        {"query_lens": (*lens[:i], shorter, *lens[i + 1 :])}
+        for i, n in enumerate(lens)
+        for shorter in dict.fromkeys((n // 2, n - 1))
+        if 0 < shorter < n
+    ]
+    if case.num_v_heads > 1:
+        steps.append({"num_v_heads": 1, "num_k_heads": 1})
+    for step in steps:
+        try:
+            yield case.replace(**step)
+        except InvalidCase:
+            continue
+
+
+# One case: its weights, and what is wrong with it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class StateXRay(Shown):
+    """The effective weights of a case.
+
+    - ``status``: "right" or "wrong". ``sentences``: what is wrong, then what the weights show. ``worst``: the
+      largest error of an output or a state, ``worst_weight`` of a weight, as multiples of their bounds.
+    """
+
+    case: StateCase
+    source: str
+    status: str
+    sentences: tuple[str, ...]
+    worst: float
+    worst_weight: float
+    weights: StateWeights
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as values of strict JSON, with the sizes of the weights of each row by source."""
+        sizes = self.weights.by_source()
+        found = json_fields(self, without=("weights",))
+        for name in ("worst", "worst_weight"):
+            found[name] = json_number(getattr(self, name))
+        rows = [
+            {
+                "row": row,
+                "sources": [[json_number(w) for w in head] for head in sizes[row].tolist()],
+            }
+            for row in range(min(len(sizes), _MOST_ROWS))
+        ]
+        return {**found, "runs": self.weights.runs, "rows": rows}
+
+
+_MOST_ROWS = 64
+
+
+def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
+    """Measure the weights of a case on the op of a source, None for the installed package.
+
+    Where they are wrong, the same with other data and the hostile cases of the op confirm what is stated.
+    Raises Unavailable if there is no such source, and what the op raises.
+    """
+    op = case.record
+    found = find_source(source, package_of(op.library))
+    run = SourceRunner(source=found, platform=case.platform)
+    trial = Trial.of(case, run)
+    weights = measure(trial.call, run)
+    sentences = ["every output, state and weight is right, within rounding"]
+    is_right = not trial.is_wrong and weights.deviation.is_right
+    if not is_right:
+        others = [*_with_other_data([trial], run), *_variants(op, run)]
+        about = [
+            claim.text
+            for claim, explained in statements([trial, *others], run)
+            if trial in explained
+        ]
+        sentences = [one for one in about if one] or ["wrong, and nothing is common to such cases"]
+        sentences += [text for text in weight_facts(weights) if text not in sentences[0]]
+    return StateXRay(
+        case=case,
+        source=found.text(),
+        status="right" if is_right else "wrong",
+        sentences=tuple(sentences),
+        worst=trial.deviation.worst,
+        worst_weight=weights.deviation.worst,
+        weights=weights,
+    )
+
+
+def _variants(op: StateOp, run: Runner) -> Iterator[Trial]:
+    """Yield trials of the hostile cases that an op runs."""
+    for case in variants_of(op).values():
+        try:
+            yield Trial.of(case, run)
+        except AttnLabError:
+            continue

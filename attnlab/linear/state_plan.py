@@ -1,0 +1,364 @@
+"""StatePlan: what an op of linear attention computes, as data; its output and states in float64.
+
+A chunk of tokens is computed at once, as in the WY form of the gated delta rule (Yang et al., 2024,
+arXiv:2412.06464). With chunks of one token this is the recurrence itself. The result is the same for every
+chunk size; only the rounding bound and what an edit leaves out depend on it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.linear.state_call import NONE, StateCall
+
+# Parts of the computation that an edit can leave out, in words.
+INNER = "what the values of a chunk's earlier tokens already hold of a key"
+SCORES = "the values of the same chunk's tokens"
+INNER_GATE = "the gate between two tokens, in the subtraction within a chunk"
+SCORES_GATE = "the gate between two tokens, in the output"
+NEW_GATE = "the gate from a token to the end of its chunk"
+CARRY_GATE = "the gate of a whole chunk"
+READ_GATE = "the gate from the beginning of a chunk, where the output reads the state"
+HELD_GATE = "the gate from the beginning of a chunk, where the held value is read"
+HELD = "what the state holds of a key, which a delta rule subtracts"
+CARRY = "the state of the chunks before"
+OWN = "the row's own token"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatePlan:
+    """What is computed, all numbers in float64.
+
+    - ``query``, ``key``: [tokens, heads, key_size], of each value head, normalised. ``value``: [tokens,
+      heads, value_size]. ``gate``: [tokens, heads, key_size], logarithms. ``beta``: [tokens, heads].
+    - ``starts``: the first row of each sequence, and the end. ``states``: [slots, heads, value_size,
+      key_size].
+    - ``loads``: the slot that each sequence begins from, NONE for 0. ``stores``: for each sequence, pairs of
+      a number of tokens and the slot that gets the state after them.
+    - ``continues``: sequences begin from the last state of the sequence before. ``begins_again``: chunks
+      begin from the state before the call. ``read_states``: what is loaded, if not ``states``.
+      ``late_gate``: a token's gate multiplies the token, too. ``no_read``: the output does not read the state
+      before the chunk; ``no_held``: the delta rule does not. ``loses_state``: the state before a chunk is not
+      added to that after it.
+    - ``written``: [tokens] bool, which rows of the output are written. ``zeros``: [tokens] bool, which of
+      them are 0.
+    - ``delta``: it is a delta rule. ``chunk``: tokens that are computed together. ``missing``: parts that are
+      left out.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gate: torch.Tensor
+    beta: torch.Tensor
+    held_beta: torch.Tensor
+    scale: float
+    starts: tuple[int, ...]
+    states: torch.Tensor
+    loads: tuple[int, ...]
+    stores: tuple[tuple[tuple[int, int], ...], ...]
+    written: torch.Tensor
+    zeros: torch.Tensor
+    delta: bool
+    chunk: int
+    continues: bool = False
+    begins_again: bool = False
+    late_gate: bool = False
+    no_read: bool = False
+    no_held: bool = False
+    loses_state: bool = False
+    read_states: torch.Tensor | None = None
+    missing: frozenset[str] = frozenset()
+
+    def replace(self, **changes: object) -> "StatePlan":
+        """Return the plan with other values of some fields."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def in_large_chunks(self) -> "StatePlan":
+        """Return the plan in chunks that compute fast, if the result does not depend on their size."""
+        edits = (self.begins_again, self.late_gate, self.no_read, self.no_held, self.loses_state)
+        is_fixed = self.missing or any(edits) or self.stops_inside
+        return self if is_fixed else self.replace(chunk=_FAST)
+
+    @property
+    def stops_inside(self) -> bool:
+        """Answer whether a state is stored before the last token of a sequence."""
+        pairs = zip(self.starts, self.starts[1:], self.stores, strict=False)
+        return any(count not in (0, b - a) for a, b, one in pairs for count, _ in one)
+
+    def without(self, *parts: str) -> "StatePlan":
+        """Return the plan without some parts."""
+        return self.replace(missing=self.missing | {*parts})
+
+
+def right_plan(call: StateCall, *, norm: tuple[bool, bool] = (True, True)) -> StatePlan:
+    """Return the plan of a right op; ``norm``: if the call says so, queries and keys are normalised."""
+    op, heads = call.op, call.value.shape[1]
+    group = heads // call.key.shape[1]
+    query, key = (
+        (_unit(one.double()) if call.use_norm and used else one.double()).repeat_interleave(
+            group, 1
+        )
+        for one, used in zip((call.query, call.key), norm, strict=True)
+    )
+    gate = call.exact_gate if op.raw_gate else call.gate.double()
+    gate = gate if gate.ndim == 3 else gate[..., None].expand(*gate.shape, key.shape[-1])
+    beta = call.b.double().sigmoid() if op.raw_gate else call.beta.double()
+    beta = beta if op.delta else torch.ones_like(beta)
+    starts = tuple(call.query_start_loc.tolist())
+    skips = call.skipped
+    rows = torch.zeros(len(query), dtype=torch.bool)
+    for seq in range(call.num_seqs):
+        rows[starts[seq] : starts[seq + 1]] = bool(skips[seq])
+    return StatePlan(
+        query=query,
+        key=key,
+        value=call.value.double(),
+        gate=gate,
+        beta=beta,
+        held_beta=beta,
+        scale=call.scale,
+        starts=starts,
+        states=call.states.double(),
+        loads=tuple(call.loads.tolist()),
+        stores=tuple(_stores(call)),
+        written=~rows if op.skips != "zeros" else torch.ones_like(rows),
+        zeros=rows,
+        delta=op.delta,
+        chunk=op.chunk,
+    )
+
+
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    return vectors / (vectors.square().sum(-1, keepdim=True) + NORM).sqrt()
+
+
+def _stores(call: StateCall) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the stores of each sequence."""
+    for seq, table in enumerate(call.tables.tolist()):
+        count = len(call.rows_of(seq))
+        if table[0] < 0 or (call.op.slots and not count):
+            yield ()
+        elif call.num_accepted_tokens is not None:
+            yield tuple((i + 1, table[i]) for i in range(count))
+        else:
+            yield ((count, table[0]),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluated:
+    """The output [tokens, heads, value_size] and the states of all slots after the call, with bounds.
+
+    Rows that are not written are NaN. A bound follows from the rounding errors to first order: within a chunk
+    four times the root of their summed squares, as of independent errors; from one chunk to the next the
+    largest that the state can make of them.
+    """
+
+    output: torch.Tensor
+    states: torch.Tensor
+    output_bound: torch.Tensor
+    states_bound: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Relative rounding errors of an op.
+
+    - ``fine``: of a sum of products in float32, with its gates. ``operand``: of a number that is stored for a
+      product; ``query``: of a normalised query or key. ``output``, ``state``: of what is stored.
+    """
+
+    fine: float
+    operand: float
+    query: float
+    output: float
+    state: float
+
+    @classmethod
+    def of(cls, call: StateCall) -> "Units":
+        """Return the errors of a call.
+
+        Sums in float32 have at most key_size + 64 terms. Exponentials of gates have the relative error of
+        their argument, a sum of up to 64 gates, times float32's unit. An op that takes one token after the
+        other has all numbers in float32; one in chunks stores them in the query's dtype (FLA 0.6.0 and vLLM
+        0.33.0: chunk.py, wy_fast.py, chunk_delta_h.py, chunk_o.py).
+        """
+        single = torch.finfo(torch.float32).eps / 2
+        stored = torch.finfo(call.query.dtype).eps / 2
+        count = call.query.shape[-1] + call.op.chunk + 16
+        largest = float(call.exact_gate.abs().clamp(max=88.0).max())
+        fine = single * (2 * count + 2 * largest * call.op.chunk)
+        operand = stored if call.op.chunk > 1 else 0.0
+        state = torch.finfo(call.states.dtype).eps / 2
+        norm = operand if call.use_norm else 0.0
+        return cls(fine=fine, operand=operand, query=norm, output=stored, state=state)
+
+
+def evaluate(plan: StatePlan, units: Units | None = None) -> Evaluated:
+    """Return what a plan computes; without ``units``, the bounds are 0."""
+    output = torch.full_like(plan.value, float("nan"))
+    bound = torch.zeros_like(output)
+    states, states_bound = plan.states.clone(), torch.zeros_like(plan.states)
+    last: tuple[torch.Tensor, torch.Tensor] | None = None
+    read = plan.states if plan.read_states is None else plan.read_states
+    for seq, load in enumerate(plan.loads):
+        rows = range(plan.starts[seq], plan.starts[seq + 1])
+        state = torch.zeros_like(states[0]) if load == NONE else read[load]
+        error = torch.zeros_like(state[..., 0])
+        if plan.continues and last is not None:
+            state, error = last
+        wanted = dict(plan.stores[seq])
+        kept = {0: (state, error)}
+        for first in range(rows.start, rows.stop, plan.chunk):
+            chunk = _Chunk(plan, slice(first, min(first + plan.chunk, rows.stop)), units)
+            if plan.begins_again:
+                state, error = kept[0]
+            begin = (
+                torch.zeros_like(state) if CARRY in plan.missing and first > rows.start else state
+            )
+            out, out_error = chunk.output(begin, error)
+            output[chunk.rows], bound[chunk.rows] = out, out_error
+            state, error = chunk.next(begin, error)
+            kept[chunk.rows.stop - rows.start] = state, error
+        last = state, error
+        for count, slot in wanted.items():
+            if count in kept:
+                state, error = kept[count]
+                states[slot] = state
+                own = 0.0 if units is None else units.state * state.abs()
+                states_bound[slot] = error[..., None] + own
+    output = torch.where(plan.zeros[:, None, None], 0.0, output)
+    output = torch.where(plan.written[:, None, None], output, torch.nan)
+    bound = torch.where(plan.zeros[:, None, None], 0.0, bound)
+    return Evaluated(output=output, states=states, output_bound=bound, states_bound=states_bound)
+
+
+class _Chunk:
+    """Some tokens of a sequence that are computed together: matrices [heads, tokens, …]."""
+
+    def __init__(self, plan: StatePlan, rows: slice, units: Units | None) -> None:
+        self.rows, self._plan, self._units = rows, plan, units
+        query, key, value, gate = (
+            one[rows].transpose(0, 1) for one in (plan.query, plan.key, plan.value, plan.gate)
+        )
+        beta = plan.beta[rows].T[..., None]
+        total = gate.cumsum(1)
+        self._last = _or_one(plan, CARRY_GATE, total[:, -1].exp()) * (not plan.loses_state)
+        between = total[:, :, None] - total[:, None]
+        order = torch.ones(*between.shape[1:3], dtype=torch.bool).tril()
+        between = torch.where(order[..., None], between, 0.0).exp()
+        pairs = torch.einsum("hik,hjk->hijk", key, key)
+        inner = (pairs * _or_one(plan, INNER_GATE, between)).sum(-1).tril(-1)
+        sizes = (pairs.abs() * between).sum(-1).tril(-1)
+        squares = (pairs * between).square().sum(-1).tril(-1)
+        is_delta = plan.delta and HELD not in plan.missing
+        held_beta = plan.held_beta[rows].T[..., None]
+        inner, sizes = inner * held_beta, sizes * held_beta.abs()
+        squares = squares * held_beta.square()
+        if not is_delta or INNER in plan.missing:
+            inner = sizes = squares = torch.zeros_like(inner)
+        eye = torch.eye(inner.shape[-1], dtype=inner.dtype)
+        solve = torch.linalg.solve_triangular(eye + inner, eye.expand_as(inner), upper=False)
+        decayed = key * _or_one(plan, HELD_GATE, total.exp()) * held_beta * is_delta
+        self._decayed, self._added = decayed, value * beta
+        if plan.no_held:
+            self._decayed = torch.zeros_like(self._decayed)
+        self._held, self._new = solve @ self._decayed, solve @ self._added
+        scores = torch.einsum("hik,hjk->hijk", query, key)
+        scores = plan.scale * scores * _or_one(plan, SCORES_GATE, between)
+        self._sizes = scores.abs().sum(-1).tril()
+        self._squares = scores.square().sum(-1).tril()
+        self._scores = scores.sum(-1).tril(-1 if OWN in plan.missing else 0)
+        if SCORES in plan.missing:
+            self._scores = self._scores * torch.eye(self._scores.shape[-1], dtype=inner.dtype)
+        self._read = plan.scale * query * _or_one(plan, READ_GATE, total.exp()) * (not plan.no_read)
+        self._keys = key * _or_one(plan, NEW_GATE, (total[:, -1:] - total).exp())
+        if plan.late_gate:
+            self._scores = (plan.scale * query * key * total.exp()).sum(-1, keepdim=True)
+            self._keys = self._keys * total.exp()
+        if units is not None:
+            self._find_errors(units, solve, inner, sizes, squares)
+
+    def _find_errors(
+        self,
+        units: Units,
+        solve: torch.Tensor,
+        inner: torch.Tensor,
+        sizes: torch.Tensor,
+        squares: torch.Tensor,
+    ) -> None:
+        """Compute the variance of the solved matrix and of what follows from it, in units of 1/3."""
+        fine, operand, query = (one**2 for one in (units.fine, units.operand, units.query))
+        square = solve.square()
+        first = fine * sizes.square() + operand * inner.square() + 2 * query * squares
+        inverse = square @ first @ square + (fine + operand) * square
+        each = fine + 2 * operand
+        self._held_error = inverse @ self._decayed.square() + operand * self._held.square()
+        self._held_error += (each + query) * (square @ self._decayed.square())
+        self._new_error = inverse @ self._added.square() + operand * self._new.square()
+        self._new_error += each * (square @ self._added.square())
+
+    def _values(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the values that the tokens add to the state, [heads, tokens, value_size]."""
+        found: torch.Tensor = self._new - self._held @ state.mT
+        return found
+
+    def _values_error(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the variance of the values, without that of the state before the chunk."""
+        units, square = self._units, state.square().mT
+        assert units is not None
+        fine, operand = units.fine**2, units.operand**2
+        held = self._held_error + (fine + operand) * self._held.square()
+        own = (fine + operand) * self._values(state).square()
+        found: torch.Tensor = self._new_error + held @ square + own
+        return found
+
+    def output(self, state: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of the output and their bounds, each [tokens, heads, value_size].
+
+        ``error``: [heads, value_size], the length of the error of each row of the state.
+        """
+        values, units = self._values(state), self._units
+        found = self._read @ state.mT + self._scores @ values
+        if units is None:
+            return found.transpose(0, 1), torch.zeros_like(found).transpose(0, 1)
+        fine, operand, query = (one**2 for one in (units.fine, units.operand, units.query))
+        scores = self._scores.square()
+        variance = (fine + 3 * operand + query) * (self._read.square() @ state.square().mT)
+        each = (fine + 2 * operand) * scores + 2 * query * self._squares
+        variance += (each + fine * self._sizes.square()) @ values.square()
+        variance += scores @ self._values_error(state)
+        through = (self._read - self._scores @ self._held).norm(dim=-1)
+        bound = _SIGMAS * variance.sqrt() + through[..., None] * error[:, None]
+        bound = bound + _STORED * units.output * found.abs() + _LEAST
+        return found.transpose(0, 1), bound.transpose(0, 1)
+
+    def next(self, state: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the state after the chunk, and the length of the error of each of its rows."""
+        values, keys, units = self._values(state), self._keys, self._units
+        found = state * self._last[:, None] + values.mT @ keys
+        if units is None:
+            return found, error
+        fine, operand, query = (one**2 for one in (units.fine, units.operand, units.query))
+        square = keys.square()
+        own = self._values_error(state).mT @ square + fine * found.square()
+        own += (fine + 3 * operand + query) * (values.square().mT @ square)
+        own += fine * (state * self._last[:, None]).square()
+        carry = torch.diag_embed(self._last) - self._held.mT @ keys
+        growth = torch.linalg.matrix_norm(carry.nan_to_num(0.0, 0.0, 0.0), 2)
+        return found, growth[:, None] * error + _SIGMAS * own.sum(-1).sqrt()
+
+
+# How many times the root of the summed squares of the errors an error may be; the same of the last rounding;
+# and numbers below float32's smallest.
+_FAST = 32
+NORM = 1e-6  # what all ops add to the square of the length of a query or key
+_SIGMAS, _STORED, _LEAST = 4.0, 1.25, 1e-30
+
+
+def _or_one(plan: StatePlan, part: str, factor: torch.Tensor) -> torch.Tensor:
+    """Return a factor, or ones if the part is missing."""
+    return torch.ones_like(factor) if part in plan.missing else factor

@@ -1,0 +1,286 @@
+"""Linear attention: the plan, its bounds, rules, weights, and an op of a source with planted faults."""
+
+import json
+
+import pytest
+import torch
+
+from attnlab.case.errors import InvalidCase, KernelFailed
+from attnlab.cli.main import main
+from attnlab.kernels.vllm.source import find_source
+from attnlab.library.op import package_of
+from attnlab.linear.run import ModelRunner, SourceRunner, compare
+from attnlab.linear.state_call import make_call
+from attnlab.linear.state_case import STATE_OPS, StateCase, plain_fields, variants_of
+from attnlab.linear.state_check import check_op, check_states, statements, xray_state
+from attnlab.linear.state_claims import Trial
+from attnlab.linear.state_plan import Units, evaluate, right_plan
+from attnlab.linear.state_rules import rules
+from attnlab.linear.state_xray import coded_plan, measure
+
+# An op that FLA's record binds: one program per sequence and head, written for this test.
+KERNEL = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.autotune(configs=[triton.Config({"PAD": 1}), triton.Config({"PAD": 2})], key=["K"])
+@triton.jit
+def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.constexpr,
+           K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+           HAS_STATE: tl.constexpr, NORM: tl.constexpr, PAD: tl.constexpr):
+    n, head = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(starts + n), tl.load(starts + n + 1)
+    at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
+    in_k, in_v = at_k < K, at_v < V
+    inside = in_k[:, None] & in_v[None, :]
+    place = (n * HV + head) * K * V + at_k[:, None] * V + at_v[None, :]
+    state = tl.zeros([BK, BV], dtype=tl.float32)
+    if HAS_STATE:
+        state += tl.load(h0 + place, mask=inside, other=0.0)
+    for i in range(end - first):
+        row = first + i.to(tl.int64)
+        key_row = (row * H + head // (HV // H)) * K + at_k
+        query = tl.load(q + key_row, mask=in_k, other=0.0).to(tl.float32)
+        key = tl.load(k + key_row, mask=in_k, other=0.0).to(tl.float32)
+        value = tl.load(v + (row * HV + head) * V + at_v, mask=in_v, other=0.0).to(tl.float32)
+        if NORM:
+            query = query / tl.sqrt(tl.sum(query * query) + 1e-6)
+            key = key / tl.sqrt(tl.sum(key * key) + 1e-6)
+        state *= tl.exp(tl.load(g + row * HV + head))
+        held = tl.sum(state * key[:, None], 0)
+        new = (value - held) * tl.load(beta + row * HV + head).to(tl.float32)
+        state += key[:, None] * new[None, :]
+        out = tl.sum(state * query[:, None], 0) * scale
+        tl.store(o + (row * HV + head) * V + at_v, out, mask=in_v)
+    tl.store(ht + place, state, mask=inside)
+
+
+def fused_recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
+                                     use_qk_l2norm_in_kernel, cu_seqlens):
+    n, (heads, size), values = len(cu_seqlens) - 1, k.shape[2:], v.shape[2:]
+    if size > 128:
+        raise ValueError("keys must have at most 128 elements")
+    o = torch.empty_like(v)
+    final = torch.empty(n, values[0], size, values[1])
+    kernel[(n, values[0])](
+        q, k, v, g, beta, initial_state, final, o, cu_seqlens, scale, heads, values[0], size,
+        values[1], triton.next_power_of_2(size), triton.next_power_of_2(values[1]),
+        initial_state is not None, use_qk_l2norm_in_kernel,
+    )
+    return o, final
+"""
+OP = STATE_OPS["fla_fused_recurrent_gated_delta_rule"]
+
+
+def source_of(folder, text=KERNEL):
+    """Return a checkout of FLA with this kernel alone."""
+    file = folder / "fla" / "ops" / "gated_delta_rule" / "fused_recurrent.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    return find_source(folder, package_of("fla"))
+
+
+def recurrence(call):
+    """Return output and final states by the definition, one sequence, head and token after the other."""
+    group = call.value.shape[1] // call.key.shape[1]
+    gate = call.exact_gate if call.op.raw_gate else call.gate.double()
+    beta = call.b.double().sigmoid() if call.op.raw_gate else call.beta.double()
+    output, states = torch.zeros_like(call.value, dtype=torch.float64), call.states.double().clone()
+    for seq, slot in enumerate(call.tables[:, 0].tolist()):
+        for head in range(call.value.shape[1]):
+            load = int(call.loads[seq])
+            state = torch.zeros_like(states[0, 0]) if load < 0 else call.states[load, head].double()
+            for row in call.rows_of(seq):
+                query, key = (one[row, head // group].double() for one in (call.query, call.key))
+                if call.use_norm:
+                    query, key = (one / (one.dot(one) + 1e-6).sqrt() for one in (query, key))
+                state = state * gate[row, head].exp()
+                value = call.value[row, head].double()
+                if call.op.delta:
+                    value = beta[row, head] * (value - state @ key)
+                state = state + value[:, None] * key
+                output[row, head] = call.scale * (state @ query)
+            states[slot, head] = state
+    return output, states
+
+
+@pytest.mark.parametrize(
+    "name", ["fla_chunk_gated_delta_rule", "fla_chunk_kda", "fla_chunk_simple_gla"]
+)
+def test_the_plan_is_the_recurrence_in_chunks(name):
+    fields = {**plain_fields(STATE_OPS[name]), "query_lens": (70, 0, 3), "initial": "some"}
+    call = make_call(StateCase(op=name, **fields))
+    output, states = recurrence(call)
+    for chunk in (1, 16, 64):
+        found = evaluate(right_plan(call).replace(chunk=chunk))
+        torch.testing.assert_close(found.output, output, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.states, states, rtol=0, atol=1e-12)
+
+
+def test_a_state_for_each_speculative_token():
+    case = StateCase(query_lens=(3, 2), spec_tokens=3, seed=4)
+    call = make_call(case)
+    found = evaluate(right_plan(call))
+    assert call.num_accepted_tokens is not None
+    for seq, (count, accepted) in enumerate(
+        zip(case.query_lens, call.num_accepted_tokens, strict=True)
+    ):
+        assert call.loads[seq] == call.tables[seq, accepted - 1]
+        changed = (found.states != call.states.double()).flatten(1).any(1)
+        assert changed[call.tables[seq]].tolist() == [i < count for i in range(3)]
+
+
+def test_bounds_follow_the_dtype():
+    bounds = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        call = make_call(StateCase(op="fla_chunk_gated_delta_rule", dtype=dtype))
+        found = evaluate(right_plan(call), Units.of(call))
+        bounds.append(float((found.output_bound / found.output.abs().mean()).mean()))
+        assert compare(call, ModelRunner()).is_right
+    assert bounds[0] > 4 * bounds[1] > 100 * bounds[2]
+    assert bounds[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_v_heads", 3),
+        ("initial", "some"),
+        ("query_lens", (2, 1)),
+        ("skipped", 3),
+        ("dtype", "int8"),
+        ("op", "unknown"),
+    ],
+)
+def test_a_wrong_field_is_refused_in_one_line(field, value):
+    with pytest.raises(InvalidCase, match=field) as error:
+        StateCase(**{"query_lens": (1, 1), field: value})
+    assert "\n" not in str(error.value)
+
+
+def few(op):
+    """Return some hostile cases of an op, the smallest and one of several chunks."""
+    cases = sorted(variants_of(op).values(), key=lambda case: sum(case.query_lens))
+    return [
+        *cases[:4],
+        *(one for one in cases[4:] if one.spec_tokens or sum(one.query_lens) > 140),
+    ][:6]
+
+
+RULES = {rule.text: rule for rule in rules()}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "vllm_fused_recurrent_gated_delta_rule",
+            "a sequence loads the state of the next sequence",
+        ),
+        ("vllm_fused_recurrent_gated_delta_rule", "the state is stored in the slot after its own"),
+        (
+            "vllm_fused_recurrent_gated_delta_rule",
+            "a sequence loads the state after its first token, not after the accepted ones",
+        ),
+        ("fla_chunk_gated_delta_rule", "the state is lost after every 64 tokens"),
+        ("fla_chunk_gated_delta_rule", "missing: the gate of a whole chunk"),
+        ("fla_chunk_kda", "the gate is missing"),
+        ("fla_chunk_simple_gla", "no state is loaded: each sequence begins from 0"),
+    ],
+)
+def test_a_planted_rule_is_named(name, text):
+    op = STATE_OPS[name]
+    edit = RULES[text].edit
+
+    def run(call):
+        return ModelRunner(edit=lambda plan: edit(call, plan))(call)
+
+    trials = [Trial.of(case, run) for case in few(op)]
+    claims = list(statements(trials, run))
+    assert len(claims) == 1
+    assert claims[0][0].said.startswith(text)
+    assert claims[0][0].cases >= 1
+
+
+def test_a_fault_in_one_head_is_told_from_one_in_all():
+    def run(call):
+        found = ModelRunner()(call)
+        wrong = ModelRunner(edit=lambda plan: plan.replace(gate=0 * plan.gate))(call)
+        found.output[:, 0], found.states[:, 0] = wrong.output[:, 0], wrong.states[:, 0]
+        return found
+
+    trials = [Trial.of(case, run) for case in few(OP)]
+    (claim, _), *rest = statements(trials, run)
+    assert claim.said.startswith("in the first value head: the gate is missing")
+    assert not rest
+
+
+def test_weights_are_those_of_the_plan():
+    call = make_call(StateCase(op=OP.name, query_lens=(5, 2), dtype="float32"))
+    found = measure(call, ModelRunner())
+    right = evaluate(coded_plan(call, right_plan(call)))
+    torch.testing.assert_close(found.output, right.output, rtol=0, atol=1e-6)
+    assert found.is_linear
+    assert found.deviation.is_right
+    sources = found.by_source()
+    assert not sources[:5, :, 5:7].any()
+    assert not sources[5:, :, :5].any()
+    assert sources[:, :, 7:].any(-1).all()  # a state before the call
+
+
+def test_a_right_kernel_has_no_finding(tmp_path):
+    source = source_of(tmp_path)
+    found = check_op(OP, source)
+    assert found.findings == []
+    assert found.ran == len(variants_of(OP))
+    one = xray_state(StateCase(op=OP.name, query_lens=(4, 2)), tmp_path)
+    assert one.status == "right"
+    assert one.worst < 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("state *= tl.exp(", "state *= tl.exp2(", "exp2 is used in place of exp"),
+        ("(value - held)", "(value)", "is not subtracted from the value"),
+        ("place = (n * HV", "place = ((n ^ 1) * HV", None),
+        ("head // (HV // H)", "head % H", "modulo the number of key heads"),
+        ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
+        ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
+        ("        tl.store(o", "        if i < 64:\n            tl.store(o", "that of token 64"),
+    ],
+)
+def test_a_planted_fault_is_described(tmp_path, before, after, words):
+    assert before in KERNEL
+    found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings
+    assert found
+    if words is not None:
+        assert words in found[0].title
+        assert "confirmed on" in found[0].title
+
+
+def test_limits_and_failures(tmp_path):
+    runner = SourceRunner(
+        source=source_of(tmp_path, KERNEL.replace("return o,", "return o[..., :1],"))
+    )
+    with pytest.raises(KernelFailed, match="shape"):
+        runner(make_call(StateCase(op=OP.name)))
+    found = check_op(OP, source_of(tmp_path / "b", KERNEL.replace("size > 128", "size > 16")))
+    assert any("at most 128" in text for text in found.left_out)
+    assert found.findings == []
+
+
+def test_the_commands(tmp_path, capsys):
+    source_of(tmp_path, KERNEL.replace("* scale", ""))
+    words = ["--source", str(tmp_path), "--op", OP.name, "--json"]
+    assert main(["check", "--library", "fla", *words]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"][0]["title"].startswith("the scale is missing")
+    assert main(["linear", *words, "--query-lens", "3,1"]) == 1
+    assert "the scale is missing" in json.loads(capsys.readouterr().out)["sentences"][0]
+    assert main(["check", "--library", "fla", "--source", str(tmp_path), "--op", "no"]) == 2
+    assert main(["check", "--library", "fla", "--source", str(tmp_path), "--locate"]) == 2
+    with pytest.raises(InvalidCase, match="op must be one of"):
+        check_states("fla", tmp_path, ops=["no"])
