@@ -117,6 +117,8 @@ OWN_FLAGS = [
     (["check", "--case-seconds", "nan"], "case_seconds must be"),
     (["dance"], "argument COMMAND: invalid choice: 'dance'"),
     (["xray", "--call", "nowhere"], "nowhere must be"),
+    (["linear", "--op", "nope"], "op must be one of fla_fused_recurrent_gated_delta_rule"),
+    (["linear", "--query-lens", "1,x"], "query_lens must be a non-empty list of integers"),
     (["mla", "--path", "encode"], "path must be"),
     (["writes", "--backend", "rocm"], "backend must be"),
     (["writes", "--source", "/no/such"], "source must be"),
