@@ -32,6 +32,11 @@ from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.run import stage_table
 from attnlab.lab.writes import WriteCase, WriteReport, WriteResult
+from attnlab.linear.run import ModelRunner
+from attnlab.linear.state_call import make_call
+from attnlab.linear.state_case import StateCase
+from attnlab.linear.state_check import StateFinding, StateReport, StateXRay
+from attnlab.linear.state_xray import measure
 from attnlab.mla.run import MlaReport, VariantResult
 from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.replay.random_comparison import MATCH, Compared, Comparison
@@ -91,6 +96,11 @@ def case() -> Case:
 def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
     """Return one of each noun, by its dotted name."""
     result, target = lab.run(case), Target.of(case)
+    states = StateCase(query_lens=(1, 1))
+    wrong_state = StateFinding(
+        op=states.op, kind="wrong_state", title="slot <3> is stale", is_rule=True, case=states,
+        reasons=("few tokens",), evidence="7 × its bound",
+    )  # fmt: skip
     claim = Claim(number="C1", text="<b>all</b> is well", notes="000 & 001")
     judged = ClaimFinding(
         claim=claim, verdict="fails", reading="1 < 2", rests_on="a model", evidence={"n": [1, 2]}
@@ -194,6 +204,24 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             left_out={"no <op>": 2},
         ),
         outcome.verdicts[0],
+        wrong_state,
+        StateReport(
+            source="<src>",
+            ops={states.op: 2},
+            findings=(wrong_state,),
+            left_out=("a limit",),
+            not_run=("no <op>",),
+            seconds=1.0,
+        ),
+        StateXRay(
+            case=states,
+            source="<src>",
+            status="wrong",
+            sentences=("row 0 sees <slot> 3",),
+            worst=7.0,
+            worst_weight=float("inf"),
+            weights=measure(make_call(states), ModelRunner()),
+        ),
         Verdicts(),
         Results(
             outcomes=[outcome],
