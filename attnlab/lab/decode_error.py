@@ -114,7 +114,9 @@ def of_dtypes(found: ErrorText, case: Case) -> ErrorAnswer:
 def of_allclose(found: ErrorText, case: Case) -> ErrorAnswer:
     """Return how to get an index for a failed ``torch.allclose``."""
     sentences = [
-        "torch.allclose returns only true or false: the text has no index and no count",
+        "torch.allclose returns only true or false: the text has no index and no count"
+        if found.total is None
+        else f"{found.mismatched} of {found.total} elements differ; the text has no index",
         "compare with torch.testing.assert_close in its place, and decode its text; or save the output to a "
         "safetensors file as the tensor 'output', and run attnlab diagnose --output-file",
     ]

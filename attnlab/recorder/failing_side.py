@@ -6,6 +6,7 @@ call is compared with its own reference.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections import defaultdict, deque
@@ -447,13 +448,18 @@ class Judgement:
 
 
 def judge(
-    call: KernelCall, comparison: Comparison | None, *, maker: KernelCall | None = None
+    call: KernelCall,
+    comparison: Comparison | None,
+    *,
+    maker: KernelCall | None = None,
+    is_guess: bool = False,
 ) -> Judgement:
     """Return which side is wrong. ``comparison.actual`` must be the call's output, or a part of it.
 
     ``maker``: the recorded call whose output the expected value is, if there is one. If both calls are right,
-    and their arguments differ, the test compares two different things. Raises InvalidCall for a call without
-    a reference.
+    and their arguments differ, the test compares two different things. ``is_guess``: nobody said that the
+    call is attention, so that a wrong expected value means that it is not, or another attention. Raises
+    InvalidCall for a call without a reference.
     """
     diagnosis = diagnose_captured(call, Case())
     if comparison is None or diagnosis.status == "not decided":
@@ -468,10 +474,16 @@ def judge(
         side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond, expected)
         other = None if maker is None else _diagnosis(maker)
         if other is not None and other.status not in ("rejected", "not decided"):
-            if side == "the kernel and the expected value":
+            if side == "the kernel and the expected value" and not is_guess:
                 side = _side_of_output(diagnosis)
             if side == "the expected value" and not other.is_wrong and maker is not None:
                 side, evidence = "the test's arguments", _other_arguments(call, maker)
+        if side == "the expected value" and _is_at_bottom_right(call, comparison):
+            evidence += f"; it is exact {_BOTTOM_RIGHT}"
+        own = dataclasses.replace(comparison, expected=comparison.actual)
+        if side == "the kernel" and _is_at_bottom_right(call, own):
+            side = "the test's arguments"
+            evidence += f"; the output is exact {_BOTTOM_RIGHT}"
     return Judgement(
         side=side,
         evidence=evidence,
@@ -479,6 +491,23 @@ def judge(
         comparison=comparison,
         read_as=call.read_as,
     )
+
+
+_BOTTOM_RIGHT = (
+    "with the causal mask at the bottom right, where the last row sees all keys; is_causal=True of "
+    "scaled_dot_product_attention aligns it at the top left, where row i sees keys 0 to i"
+)
+
+
+def _is_at_bottom_right(call: KernelCall, comparison: Comparison) -> bool:
+    """Answer whether the expected value of dense causal attention is right if the last row sees all keys."""
+    keys, rows = call.value_cache.shape[-1], call.max_query_len
+    is_dense = call.block_table.shape[1] == 1 and bool((call.seq_lens == rows).all())
+    if call.spec.writes_cache or not call.causal or not is_dense or keys <= rows:
+        return False
+    lens = torch.full_like(call.seq_lens, keys)
+    aligned = dataclasses.replace(call, seq_lens=lens, max_seq_len=keys)
+    return not _errors_of_expected(aligned, comparison)[2]
 
 
 def _diagnosis(call: KernelCall) -> Diagnosis | None:

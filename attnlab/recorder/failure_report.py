@@ -149,14 +149,23 @@ _NOT_CONFIRMED = (
 def _read_again(
     one: Recorded, recorded: Sequence[Recorded], comparisons: Sequence[Comparison]
 ) -> tuple[Recorded, Judgement] | None:
-    """Return a call in the first other reading that the test's values agree with, and its judgement."""
+    """Return a call in the first other reading that the test's values agree with, and its judgement.
+
+    Without one, the call of a known function that the test compares, and its judgement.
+    """
     for other in one.other_readings():
         with contextlib.suppress(AttnLabError):
-            among = [other if call is one else call for call in recorded]
+            known = [call for call in recorded if call is one or not call.is_guess]
+            among = [other if call is one else call for call in known]
             again, comparison = _call_and_comparison(among, comparisons)
             again, judgement = _judged(again, comparison, among)
             if again is other and _confirms_reading(judgement):
                 return again, judgement
+    known = [call for call in recorded if not call.is_guess]
+    if known:
+        with contextlib.suppress(AttnLabError):
+            again, comparison = _call_and_comparison(known, comparisons)
+            return None if comparison is None else _judged(again, comparison, known)
     return None
 
 
@@ -235,10 +244,17 @@ def _judged(
         if other is not one and _is_part(other, comparison.expected)
     ]
     maker = makers[-1] if makers else None
-    judgement = judge(one.call, comparison, maker=None if maker is None else maker.call)
+    judgement = judge(
+        one.call,
+        comparison,
+        maker=None if maker is None else maker.call,
+        is_guess=one.is_guess,
+    )
     if maker is not None and judgement.side == "the expected value" and not _is_torch(maker):
         with contextlib.suppress(AttnLabError):
-            exchanged = judge(maker.call, _exchanged(comparison), maker=one.call)
+            exchanged = judge(
+                maker.call, _exchanged(comparison), maker=one.call, is_guess=maker.is_guess
+            )
             if exchanged.diagnosis.is_wrong:
                 return maker, exchanged
     return one, judgement

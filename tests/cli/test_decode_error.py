@@ -39,6 +39,31 @@ def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "mismatches",
+    [
+        "(3, 0, 2) | 0.0 | 0.25 ± 0.001\n(5, 1, 7) | 0.0 | -0.5 ± 0.001",
+        "Mismatch at indices:\n [3, 0, 2]: 0.0 (ACTUAL), 0.25 (DESIRED)\n"
+        " [5, 1, 7]: 0.0 (ACTUAL), -0.5 (DESIRED)",
+    ],
+    ids=["pytest.approx", "numpy 2.4"],
+)
+def test_the_greatest_of_a_list_of_mismatches_counts(capsys, monkeypatch, mismatches):
+    text = f"Mismatched elements: 2 / 384\nMax absolute difference: 9.5\n{mismatches}"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    sizes = ["--num-heads", "2", "--head-size", "32", "--query-lens", "5,1", "--ctx-lens", "40,33"]
+    found = document(capsys, ["decode-error", *sizes], 0)
+    place = (found["row"], found["head"], found["element"], found["max_abs_error"])
+    assert place == (5, 1, 7, 0.5)
+
+
+def test_an_assertion_of_numpy_without_an_index(capsys, monkeypatch):
+    text = "Not equal to tolerance rtol=0.001, atol=0\nMismatched elements: 2 / 384 (0.521%)"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    facts = document(capsys, ["decode-error"], 0)["sentences"]
+    assert "2 of 384 elements differ; the text has no index" in facts
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "all fine",

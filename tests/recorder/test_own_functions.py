@@ -35,6 +35,16 @@ def dense(q, k, v, causal):
     return s.softmax(-1) @ v
 
 
+def always_causal(q, k, v):
+    return dense(q, k, v, True)
+
+
+def corner(q, k, v, causal):
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    late = 1 + k.shape[-2] - q.shape[-2]
+    return s.masked_fill(torch.ones_like(s).triu(late).bool(), -torch.inf).softmax(-1) @ v
+
+
 def tokens_first(q, k, v):
     return dense(*(one.transpose(-3, -2) for one in (q, k, v)), True).transpose(-3, -2)
 
@@ -75,6 +85,31 @@ def test_dense():
     torch.testing.assert_close(
         kern.dense(q, k, v, True), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     )
+
+
+def test_unstated_mask():
+    q, k, v = torch.randn(3, 2, 4, 20, 16)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(kern.always_causal(q, k, v), wanted)
+
+
+def bottom_right(query):
+    k, v = torch.randn(2, 2, 4, 20, 16)
+    scores = (query @ k.mT / 4).masked_fill(torch.ones(6, 20).triu(15).bool(), -torch.inf)
+    return k, v, scores.softmax(-1) @ v
+
+
+def test_few_queries():
+    query = torch.randn(2, 4, 6, 16)
+    k, v, wanted = bottom_right(query)
+    torch.testing.assert_close(F.scaled_dot_product_attention(query, k, v, is_causal=True), wanted)
+
+
+def test_other_corner():
+    query = torch.randn(2, 4, 6, 16)
+    k, v = torch.randn(2, 2, 4, 20, 16)
+    wanted = F.scaled_dot_product_attention(query, k, v, is_causal=True)
+    torch.testing.assert_close(kern.corner(query, k, v, True), wanted)
 
 
 def causal(q, k, v):
@@ -158,6 +193,20 @@ def test_dimensions_and_causality_that_no_argument_states_follow_from_the_expect
     assert "not decided" in sections["another_result"]
 
 
+def test_a_mask_that_no_argument_states_follows_from_torchs_own_attention(sections):
+    """Read without a mask, the right expected value would be wrong in 19 of 20 rows."""
+    assert "read as     causal attention" in sections["unstated_mask"]
+    assert "from another call, is\n            within" in sections["unstated_mask"]
+
+
+def test_the_corner_of_the_causal_mask_is_named_with_fewer_rows_than_keys(sections):
+    assert "wrong side  the expected value" in sections["few_queries"]
+    assert "wrong side  the test's arguments" in sections["other_corner"]
+    for name, side in (("few_queries", "it"), ("other_corner", "the output")):
+        text = " ".join(sections[name].split())
+        assert f"; {side} is exact with the causal mask at the bottom right, where" in text
+
+
 def test_a_function_that_is_no_attention_is_not_accused(sections):
     assert "not decided" in sections["no_attention"]
     assert "wrong side" not in sections["no_attention"]
@@ -179,7 +228,7 @@ def test_functions_of_test_modules_count_if_there_are_no_others(tmp_path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     __import__("own_alone")
     try:
-        names = ["decode", "dense", "tokens_first", "update"]
+        names = ["decode", "dense", "always_causal", "corner", "tokens_first", "update"]
         assert [op.function for op in ops_in(tmp_path, {"own_alone"})] == names
         assert ops_in(tmp_path / "other", set()) == []
     finally:
