@@ -18,6 +18,7 @@
   const show = (value) => typeof value === "number" ? String(+value.toPrecision(4)) : value;
   const spans = (runs) => runs.map(([first, count]) => count > 1 ? `${first} to ${first + count - 1}` : `${first}`)
     .join(", ");
+  const positions = (runs) => `position${runs.length > 1 || runs[0][1] > 1 ? "s" : ""} ${spans(runs)}`;
   const picked = () => data.tokens[token.selectedIndex];
   const cell = () => data.cells?.[`${picked().row},${head.value}`];
   const which = () => find("input[name=which]:checked").value;
@@ -39,7 +40,7 @@
     else {
       parts.push(`Sequence ${one.seq}: ${seq.ctx} tokens of context and ${seq.len - seq.ctx} new ones.`);
       parts.push(`Token ${one.token} is at position ${one.pos} and sees ${one.sees.length
-        ? `positions ${spans(one.sees)}` : "no position"}; head ${head.value} is of KV head ${
+        ? positions(one.sees) : "no position"}; head ${head.value} is of KV head ${
         Math.floor(head.value / data.group)}.`);
     }
     if (of) parts.push(of.wrong ? `${of.wrong} of its ${of.right.length} elements are wrong, by up to ${
@@ -104,7 +105,7 @@
         put(text, "code", data.lines[line]);
       });
       text.append(`. ${about(steps[step], now, seq)}`);
-      if (of.unread.length) put(text, "b", ` No step reads positions ${spans(of.unread)}.`, { class: "wrong" });
+      if (of.unread.length) put(text, "b", ` No step reads ${positions(of.unread)}.`, { class: "wrong" });
     }
     grid(figure, seq, now);
   }

@@ -493,7 +493,7 @@ def survey(one: "Survey") -> Sheet:
     described = [row for row in one.rows if row.is_described]
     assumed = [row for row in one.rows if not row.is_described]
     ran = len(one.kernels) - len(one.not_run)
-    summary = f"{ran} of {len(one.kernels)} kernels ran, {len(one.rows)} horizons"
+    summary = f"{ran} of {len(one.kernels)} kernels ran, {len(one.rows)} horizon{'s' * (len(one.rows) != 1)}"
     if one.deployment is not None:
         summary += f", {len(one.reached)} reached by {one.deployment.name}"
     missing = [[f"{k.file}:{k.line}", k.kernel, k.why] for k in one.not_run]

@@ -43,6 +43,7 @@ _STYLE = """<style>
 .attnlab-sheet.attnlab-sheet :is(th, td) { text-align: left; vertical-align: top; border: 0;
   padding: .2em .9em .2em .3em; max-width: 44em; white-space: normal; overflow-wrap: break-word }
 .attnlab-sheet.attnlab-sheet tbody th { font-weight: normal; opacity: .8; white-space: nowrap }
+.attnlab-sheet.attnlab-sheet tbody th + td { overflow-wrap: anywhere }
 .attnlab-sheet.attnlab-sheet .n { text-align: right; font-variant-numeric: tabular-nums }
 .attnlab-sheet.attnlab-sheet .c { font-family: var(--jp-code-font-family, ui-monospace, monospace);
   font-size: max(.95em, 12px); overflow-wrap: anywhere }
