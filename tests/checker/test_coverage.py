@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.browser import layout_problems, offline_page
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import EXAMPLE
 
@@ -95,6 +96,20 @@ def test_a_users_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert f"{op}.html" in (pages / "index.html").read_text()
     assert page.count('class="line reached"') > 10
     assert "http" not in page.replace("http-equiv", "")
+
+
+@needs_triton
+@pytest.mark.browser
+def test_the_pages_are_legible(tmp_path: Path) -> None:
+    """On a phone no text is too small, and the name of an op is on one line."""
+    command = ["check", f"{EXAMPLE}:my_attention", "--cases", "1", "--coverage-html", str(tmp_path)]
+    assert main(command) == 0
+    with offline_page(viewport={"width": 390, "height": 844}) as page:
+        for path in sorted(tmp_path.glob("*.html")):
+            page.goto(path.as_uri())
+            assert layout_problems(page) == [], path.name
+        page.goto((tmp_path / "index.html").as_uri())
+        assert page.locator("td a code").bounding_box()["height"] < 30
 
 
 @pytest.mark.parametrize(

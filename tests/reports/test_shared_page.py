@@ -39,7 +39,7 @@ def test_the_page_states_cause_evidence_and_command(diagnosis: object, tmp_path:
     text = (tmp_path / "page.html").read_text()
     assert page.cause == diagnosis.sentences()[0]
     assert "query_start_loc_as_int32" in text
-    assert "attnlab diagnose --x &#39;&lt;1&gt;&#39;" in text
+    assert 'attnlab diagnose <span class="flag">--x</span> &#39;&lt;1&gt;&#39;' in text
     assert "known faults would give other numbers" in text
     assert not any(word in text for word in ("http://", "https://", 'src="/', "<link", "@import"))
     assert len(text) < 1_000_000
