@@ -125,8 +125,8 @@ class Recorded:
 
     def other_readings(self) -> Iterator["Recorded"]:
         """Yield the call as its arguments may be meant, too; nothing if they say how they are meant."""
-        for reading, layout in other_readings(self.reading):
-            yield dataclasses.replace(self, reading=reading, layout=layout, _call=None)
+        for reading in other_readings(self.reading):
+            yield dataclasses.replace(self, reading=reading, _call=None)
 
 
 def from_here(path: Path) -> str:

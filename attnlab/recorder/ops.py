@@ -552,27 +552,23 @@ def _dense(arguments: dict[str, Any], reading: Reading) -> None:
         reading.guessed = ("order",) if rest["is_causal"] is not None else ("order", "causal")
 
 
-def other_readings(reading: Reading) -> Iterator[tuple[Reading, str]]:
-    """Yield the other ways to read a dense function's arguments, each with its layout of keys and values.
+def other_readings(reading: Reading) -> Iterator[Reading]:
+    """Yield the other ways to read a dense function's arguments.
 
     Queries, keys and values may be [batch, tokens, heads, size], and rows may see no later keys.
     """
-    orders = [(reading, "HND")]
-    if "order" in reading.guessed:
-        orders.append((_tokens_first(reading), "flash"))
-    for one, layout in orders:
+    tokens_first = [_tokens_first(reading)] if "order" in reading.guessed else []
+    for one in (reading, *tokens_first):
         if one is not reading:
-            yield one, layout
+            yield one
         if "causal" in reading.guessed and not one.fields["causal"]:
-            text = "causal attention"
             fields = {**one.fields, "causal": True}
-            yield replace(one, fields=fields, read_as=[*one.read_as, text]), layout
+            yield replace(one, fields=fields, read_as=[*one.read_as, "causal attention"])
 
 
 def _tokens_first(reading: Reading) -> Reading:
     """Return arguments that were read with heads first as [batch, tokens, heads, size]."""
-    given = reading.fields
-    seqs = len(given["seq_lens"])
+    given, seqs = reading.fields, len(reading.fields["seq_lens"])
 
     def original(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if reading.dims == 4 else tensor[:, 0][None]
@@ -580,30 +576,26 @@ def _tokens_first(reading: Reading) -> Reading:
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return original(tensor.unflatten(0, (seqs, -1)).transpose(1, 2))
 
-    query, key = rows(given["query"]), original(given["key_cache"])
-    index: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
-    batch, tokens = query.shape[:2]
-    fields = {
-        "query": query.flatten(0, 1),
-        "key_cache": key,
-        "value_cache": original(given["value_cache"]),
-        "block_table": torch.arange(batch, **index)[:, None],
-        "seq_lens": torch.full((batch,), key.shape[1], **index),
-        "query_start_loc": torch.arange(batch + 1, **index) * tokens,
-        "sm_scale": given["sm_scale"],
-        "causal": given["causal"] if tokens > 1 else True,
-    }
-    if "output" in given:
-        fields["output"] = rows(given["output"]).flatten(0, 1)
-
-    def result(returned: Any) -> tuple[torch.Tensor | None, None]:
-        output = output_of(returned)[0]
-        return (
-            None if output is None else output.reshape(batch * tokens, query.shape[2], -1)
-        ), None
-
+    query = rows(given["query"])
+    both = {name: original(given[f"{name}_cache"]) for name in ("key", "value")}
     text = "queries, keys and values as [batch, tokens, heads, size]"
-    return replace(reading, fields=fields, result=result, read_as=[*reading.read_as, text])
+    other = replace(reading, read_as=[*reading.read_as, text])
+    first = {name: one.transpose(1, 2) for name, one in {"query": query, **both}.items()}
+    # one row of each head counts as causal, with heads first
+    causal = given["causal"] and "causal" not in reading.guessed
+    _sdpa({**first, "is_causal": causal, "scale": given["sm_scale"]}, other)
+    if "output" in given:
+        other.fields["output"] = rows(given["output"]).flatten(0, 1)
+    of_heads_first = other.result
+
+    def result(returned: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        output = output_of(returned)[0]
+        if output is None or of_heads_first is None:
+            return None, None
+        return of_heads_first(output.reshape(*query.shape[:3], -1).transpose(1, 2))
+
+    other.result = result
+    return other
 
 
 def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signature:

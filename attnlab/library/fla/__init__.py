@@ -11,6 +11,11 @@ ARGUMENTS = {
     **{"cu_seqlens": "query_start_loc.long()", "output_final_state": "True"},
     "initial_state": "key_first(initial_states)",
 }
+# Those of the delta rule, in addition.
+GATED = {
+    **ARGUMENTS,
+    **{"g": "gate[None]", "beta": "beta[None]", "use_qk_l2norm_in_kernel": "use_norm"},
+}
 RESULT, FINAL = "returned[0][0]", "key_first(returned[1])"
 LEFT_OUT = {
     "batches of sequences of one length": "without cu_seqlens",

@@ -1,19 +1,15 @@
 """The gated delta rule of Qwen3-Next: one gate and one beta for each value head."""
 
-from attnlab.library.fla import ARGUMENTS, FINAL, LEFT_OUT, RESULT
+from attnlab.library.fla import FINAL, GATED, LEFT_OUT, RESULT
 from attnlab.library.op import StateOp
 
-_GATED = {
-    **ARGUMENTS,
-    **{"g": "gate[None]", "beta": "beta[None]", "use_qk_l2norm_in_kernel": "use_norm"},
-}
 RECURRENT = StateOp(
     name="fla_fused_recurrent_gated_delta_rule",
     summary="the gated delta rule, one token after the other",
     library="fla",
     module="gated_delta_rule/fused_recurrent",
     python_name="fused_recurrent_gated_delta_rule",
-    arguments=_GATED,
+    arguments=GATED,
     result=RESULT,
     final=FINAL,
     left_out={**LEFT_OUT, "gk, gv": "gates for elements of keys and values"},
@@ -24,7 +20,7 @@ CHUNK = StateOp(
     library="fla",
     module="gated_delta_rule/chunk",
     python_name="chunk_gated_delta_rule",
-    arguments=_GATED,
+    arguments=GATED,
     result=RESULT,
     final=FINAL,
     chunk=64,

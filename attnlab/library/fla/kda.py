@@ -1,19 +1,15 @@
 """Kimi delta attention: the gated delta rule with a gate for each element of the key."""
 
-from attnlab.library.fla import ARGUMENTS, FINAL, LEFT_OUT, RESULT
+from attnlab.library.fla import FINAL, GATED, LEFT_OUT, RESULT
 from attnlab.library.op import StateOp
 
-_GATED = {
-    **ARGUMENTS,
-    **{"g": "gate[None]", "beta": "beta[None]", "use_qk_l2norm_in_kernel": "use_norm"},
-}
 RECURRENT = StateOp(
     name="fla_fused_recurrent_kda",
     summary="Kimi delta attention, one token after the other",
     library="fla",
     module="kda/fused_recurrent",
     python_name="fused_recurrent_kda",
-    arguments=_GATED,
+    arguments=GATED,
     result=RESULT,
     final=FINAL,
     gate="key",
@@ -25,7 +21,7 @@ CHUNK = StateOp(
     library="fla",
     module="kda/chunk",
     python_name="chunk_kda",
-    arguments=_GATED,
+    arguments=GATED,
     result=RESULT,
     final=FINAL,
     gate="key",

@@ -10,6 +10,7 @@ ARGUMENTS = {
     **{"q": "query[None]", "k": "key[None]", "v": "value[None]", "scale": "scale"},
     **{"cu_seqlens": "query_start_loc", "use_qk_l2norm_in_kernel": "use_norm"},
 }
+GATES = {"g": "gate[None]", "beta": "beta[None]"}
 # Of an op that reads and writes the states of all slots, where state_indices says.
 SLOTS = {
     **{"initial_state": "states", "inplace_final_state": "True"},

@@ -1,20 +1,17 @@
 """vLLM's gated delta rule: prefills in chunks, decodes and speculative decodes token by token, with slots."""
 
-from attnlab.library.op import StateOp
-from attnlab.library.vllm_linear import ARGUMENTS, CHUNKS, SLOTS
+from dataclasses import replace
 
-_RECURRENT = {
-    **ARGUMENTS,
-    **SLOTS,
-    **{"g": "gate[None]", "beta": "beta[None]", "num_accepted_tokens": "num_accepted_tokens"},
-}
+from attnlab.library.op import StateOp
+from attnlab.library.vllm_linear import ARGUMENTS, CHUNKS, GATES, SLOTS
+
 CHUNK = StateOp(
     name="vllm_chunk_gated_delta_rule",
     summary="the gated delta rule of prefills, in chunks of 64 tokens",
     library="vllm_linear",
     module="chunk",
     python_name="chunk_gated_delta_rule",
-    arguments={**ARGUMENTS, **CHUNKS, "g": "gate[None]", "beta": "beta[None]"},
+    arguments={**ARGUMENTS, **CHUNKS, **GATES},
     result="returned[0][0]",
     final="returned[1]",
     chunk=64,
@@ -27,7 +24,7 @@ RECURRENT = StateOp(
     library="vllm_linear",
     module="fused_recurrent",
     python_name="fused_recurrent_gated_delta_rule",
-    arguments=_RECURRENT,
+    arguments={**ARGUMENTS, **SLOTS, **GATES, "num_accepted_tokens": "num_accepted_tokens"},
     result="returned[0][0]",
     states="states",
     state_dtypes=("float32", "bfloat16"),
@@ -37,8 +34,7 @@ RECURRENT = StateOp(
     left_out={"inplace_final_state False": "a state for each token, in the order of the tokens"},
 )
 _SIGMOID = {
-    **{"q": "query[None]", "k": "key[None]", "v": "value[None]", "scale": "scale"},
-    **{"cu_seqlens": "query_start_loc", "use_qk_l2norm_in_kernel": "use_norm"},
+    **ARGUMENTS,
     **{"A_log": "A_log", "a": "a", "b": "b", "dt_bias": "dt_bias"},
     **SLOTS,
     "num_accepted_tokens": "num_accepted_tokens",
@@ -79,19 +75,11 @@ PACKED = StateOp(
     one_token=True,
     skips="zeros",
 )
-SIGMOID_KDA = StateOp(
+SIGMOID_KDA = replace(
+    SIGMOID,
     name="vllm_fused_sigmoid_gating_delta_rule_update_kda",
     summary="the same with is_kda: a gate for each element of the key",
-    library="vllm_linear",
-    module="fused_sigmoid_gating",
-    python_name="fused_sigmoid_gating_delta_rule_update",
     arguments={**_SIGMOID, "is_kda": "True"},
-    result="returned[0][0]",
-    states="states",
     gate="key",
-    raw_gate=True,
-    state_dtypes=("float32", "bfloat16"),
-    slots=True,
-    num_accepted=True,
-    skips="rows",
+    left_out={},
 )

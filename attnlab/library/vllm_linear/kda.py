@@ -1,7 +1,7 @@
 """vLLM's Kimi delta attention: prefills in chunks, decodes token by token, with slots."""
 
 from attnlab.library.op import StateOp
-from attnlab.library.vllm_linear import ARGUMENTS, CHUNKS, SLOTS
+from attnlab.library.vllm_linear import ARGUMENTS, CHUNKS, GATES, SLOTS
 
 CHUNK = StateOp(
     name="vllm_chunk_kda",
@@ -9,7 +9,7 @@ CHUNK = StateOp(
     library="vllm_linear",
     module="kda",
     python_name="chunk_kda",
-    arguments={**ARGUMENTS, **CHUNKS, "g": "gate[None]", "beta": "beta[None]"},
+    arguments={**ARGUMENTS, **CHUNKS, **GATES},
     result="returned[0][0]",
     final="returned[1]",
     gate="key",
@@ -23,7 +23,7 @@ RECURRENT = StateOp(
     library="vllm_linear",
     module="kda",
     python_name="fused_recurrent_kda",
-    arguments={**ARGUMENTS, **SLOTS, "g": "gate[None]", "beta": "beta[None]"},
+    arguments={**ARGUMENTS, **SLOTS, **GATES},
     result="returned[0][0]",
     states="states",
     gate="key",
