@@ -156,6 +156,12 @@ _DECODES: dict[str, dict[str, Any]] = {
     "speculative tokens": {"query_lens": (4, 4, 4), "spec_tokens": 4},
     "fewer tokens than slots": {"query_lens": (4, 2, 1), "spec_tokens": 4},
     "a sequence without a token": {"query_lens": (3, 0, 3), "spec_tokens": 3},
+    "speculative tokens, with several value heads of one key head": {
+        "query_lens": (3, 2, 4),
+        "spec_tokens": 4,
+        "num_k_heads": 2,
+        "num_v_heads": 4,
+    },
     "speculative tokens, and a sequence without a slot": {
         "query_lens": (3, 3, 3),
         "spec_tokens": 3,

@@ -189,13 +189,14 @@ def _without_chance(
 ) -> tuple[list[tuple[_Stated, list[Trial]]], list[Trial]]:
     """Return the claims without those that as many cases refute as confirm, whose trials are left, too.
 
-    A trial refutes a rule if no claim explains it, and the rule would show in it.
+    A trial refutes a rule if no claim explains it, and the rule would show in it. A right one does so only if
+    a wrong one does, too: a fault may have a condition.
     """
     kept, dropped = list[tuple[_Stated, list[Trial]]](), list[Trial]()
     for claim, explained in claims:
         assert isinstance(claim, StateClaim)
         wrong = sum(shows(one, claim.rule) for one in left)
-        if wrong >= len(explained):
+        if wrong and wrong + claim.right >= len(explained):
             dropped += explained
         else:
             kept.append((dataclasses.replace(claim, wrong=wrong), explained))

@@ -16,7 +16,7 @@ from attnlab.case.errors import AttnLabError
 from attnlab.diagnosis.claims import RepairClaim
 from attnlab.diagnosis.location.lines import lines_of_accesses, located
 from attnlab.diagnosis.location.repair_check import Proof, Proofs, claim_among, probe_of
-from attnlab.diagnosis.location.trials import FULL, Judge, Limit, Repair, Trials, TrialTarget
+from attnlab.diagnosis.location.trials import Judge, Limit, Repair, Trials, TrialTarget
 from attnlab.kernels.triton.kernel_text import called_functions
 from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.probe import LaunchLog, Probe, probing
@@ -26,12 +26,13 @@ from attnlab.linear.run import Runner, StateOutput, deviation
 from attnlab.linear.state_claims import Trial
 
 _SUBJECT = "outputs and states are"
+_LIMIT = Limit(edits=4000, seconds=15.0)
 _MOST = 4  # edits that are compared
 _LEAST = 0.75  # of the wrong trials, which an edit makes right
 
 
 def find_repair(
-    trials: Sequence[Trial], others: Sequence[Trial], run: Runner, limit: Limit = FULL
+    trials: Sequence[Trial], others: Sequence[Trial], run: Runner, limit: Limit = _LIMIT
 ) -> tuple[RepairClaim, list[Trial]] | None:
     """Return the edit with which wrong ``trials`` are right, and those; None if none is confirmed.
 

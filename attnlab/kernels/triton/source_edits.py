@@ -86,6 +86,12 @@ class Parts:
             for other in self._names
             if other != name and (other in self._strides) == (name in self._strides)
         )
+        if not own:  # of names such as i_h and i_hv, or H and HV
+            scored = sorted(
+                (-1, -int(100 * SequenceMatcher(None, name, other).ratio()), other)
+                for other in self._names
+                if other != name and _kind(name) == _kind(other)
+            )
         close = [other for score, _, other in scored if score < 0]
         unused = [other for other in close if other in self._unused]
         most = len(close) if name in self._strides else _MOST_NAMES
@@ -198,6 +204,11 @@ def _base(statement: ast.Assign | ast.AugAssign) -> str | None:
         one = one.left
     is_address = is_sum or isinstance(statement, ast.AugAssign)
     return one.id if is_address and isinstance(one, ast.Name) else None
+
+
+def _kind(name: str) -> str:
+    """Return what short names that mean alike have in common: a prefix, or that they are sizes."""
+    return name.partition("_")[0] if "_" in name else "size" if name.isupper() else name
 
 
 @lru_cache(maxsize=1 << 10)
