@@ -185,7 +185,8 @@ class Finding(Shown):
         names = tuple(name for name in self.names if name in other.names)
         if not names:
             return joined
-        diagnosis = names[0] if len(names) == 1 else self.diagnosis
+        is_single = len(names) == 1 and self.diagnosis != UNNAMED
+        diagnosis = names[0] if is_single else self.diagnosis
         texts = (one.description for one in (self, other) if set(one.names) == set(names))
         text = next(texts, self.description)
         return dataclasses.replace(joined, names=names, diagnosis=diagnosis, description=text)
