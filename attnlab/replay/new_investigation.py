@@ -20,8 +20,9 @@ from attnlab.replay.probe import probe_call
 from attnlab.replay.random_comparison import compare_backends
 from attnlab.replay.shrinking import shrink_call
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.codes import num_slots
 from attnlab.weights.conclude import xray
-from attnlab.weights.measurement import MOST_WEIGHTS, num_slots
+from attnlab.weights.measurement import MOST_WEIGHTS
 
 _DRAWN = 50  # random cases, to find one in which a kernel is wrong
 _SIZES = ("sequences", "rows", "heads")
