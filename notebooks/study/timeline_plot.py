@@ -39,7 +39,7 @@ def plot_timeline(timeline: Timeline, *, title: str = "", ax: Axes | None = None
     _steps(ax, timeline, lane)
     _lanes(ax, timeline, lane)
     ax.set(xlabel="cache write and attention of each layer, in the order of the calls", title=title)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
     ax.legend(handles=_legend(ax), frameon=False, fontsize="small", **below)
     return ax
 

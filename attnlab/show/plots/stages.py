@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -97,7 +97,7 @@ def _describe_stages(
     for x, stage in enumerate(stages):
         ax.text(x + 0.5, -0.2, str(x + 1), ha="center", va="center", weight="bold")
         name = stage.replace("_before_", "_\nbefore_\n").replace("_after_", "_\nafter_\n")
-        look = {"ha": "center", "va": "top", "size": "small"}
+        look: dict[str, Any] = {"ha": "center", "va": "top", "size": "small"}
         words = ax.text(x + 0.5, bottom + 0.04, name, weight="bold", **look)
         ax.annotate(textwrap.fill(stories[stage], 14), (0.5, -0.15), xycoords=words, **look)
 
