@@ -1,7 +1,7 @@
 """Atlas: every fault that attnlab knows, at one small call each, in the releases of several libraries.
 
-A row is a fault, known by what was found: a defect of the catalogue, or a finding of a check. Its call runs in
-every op of every release that takes it. A defect that no check has found has a call, too: of each op, the
+A row is a fault, known by what was found: a defect of the catalogue, or a finding of a check. Its call runs
+in every op of every release that takes it. A defect that no check has found has a call, too: of each op, the
 plainest hostile Case whose output the defect changes by more than rounding.
 """
 
@@ -10,11 +10,12 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attnlab.case.case import Case
@@ -23,11 +24,11 @@ from attnlab.case.masks import MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS
 from attnlab.case.shown import json_value
-from attnlab.checker.case_check import CheckJob, Verdict
+from attnlab.checker.case_run import with_imports
 from attnlab.checker.check import usual_platform
 from attnlab.checker.finding import HORIZON, KINDS, Finding
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import OnProgress, ignore_progress, located, watching
+from attnlab.checker.library import OnProgress, ignore_progress, watching
 from attnlab.checker.plan import (
     FAULTS,
     Outcomes,
@@ -69,11 +70,19 @@ _RAISED_AT = re.compile(r"^\S+\.py:#: \w+: ")  # of a diagnosis, where which exc
 _BEGIN = 30
 _OF_MERGES = ("partitions", "softmax")  # families of defects that an op which merges parts can have
 # Fields of a Case that a fault may need; without them its output tells of less.
-_FEATURES = {*MASK_DATA, "mask", "sliding_window", "freed", "alibi", "sinks", "softcap", "pad_batch"}
+_FEATURES = {
+    *MASK_DATA,
+    "mask",
+    "sliding_window",
+    "freed",
+    "alibi",
+    "sinks",
+    "softcap",
+    "pad_batch",
+}
 _FEATURES |= {"kv_cache_dtype", "kv_layout", "num_splits", "interleave_v", "distribution"}
 _PLACE = ("op", "backend", "release", "platform")
 _STATUSES = {"ambiguous", "described", "unexplained"}  # of a diagnosis without a name
-_LOCATE_COST_S, _LOCATE_LIMIT_S = 20.0, 180.0  # of the lines of a finding
 _ORDER = (FINDING, NOT_RUN, OTHER, SOUND, ABSENT)  # which state of several ops a cell has
 
 
@@ -83,7 +92,8 @@ class KnownFault:
 
     - ``kind``, ``diagnosis``: as of a Finding. ``title``: in words. ``family``: what it is listed under.
     - ``calls``: by op the fields of Cases; those of ANY_OP are for the other ops of the same sort.
-    - ``found_in``: the ops in which a check has found it.
+    - ``found_in``: the ops in which a check has found it. ``lines``: by op, an expression of the line at
+      fault.
     """
 
     kind: str
@@ -92,6 +102,7 @@ class KnownFault:
     family: str
     calls: dict[str, list[Fields]]
     found_in: tuple[str, ...] = ()
+    lines: dict[str, str] = field(default_factory=dict)
 
     def calls_at(self, op: str) -> list[Fields]:
         """Return the calls for an op."""
@@ -125,47 +136,54 @@ def label_of(finding: Finding) -> str:
     return _RAISED_AT.sub("", label)[:_BEGIN] if finding.kind == "fails" else label
 
 
+def _decided(finding: Finding) -> Finding:
+    """Return a finding with the name of the only defect that explains it, also if none was confirmed."""
+    has_one = len(finding.names) == 1
+    return dataclasses.replace(finding, diagnosis=finding.names[0]) if has_one else finding
+
+
 # The faults that are known: the catalogue's defects, and the findings of checks, which documents have.
 
 
-def packaged_faults() -> list[Finding]:
-    """Return the findings that come with attnlab, each at its smallest Case."""
-    return list(_findings(json.loads((files(__package__) / "faults.json").read_text())))
+def packaged_faults() -> dict[Finding, str]:
+    """Return the findings that come with attnlab, each at its smallest Case, with its line or ""."""
+    return dict(_findings(json.loads((files(__package__) / "faults.json").read_text())))
 
 
-def read_faults(path: Path) -> list[Finding]:
-    """Return the faults of a document of ``attnlab check``, ``releases`` or ``atlas``.
+def read_faults(path: Path) -> dict[Finding, str]:
+    """Return the faults of a document, as :func:`packaged_faults`.
 
-    Raises InvalidCase if it is none.
+    Raises InvalidCase if it is not one of ``attnlab check``, ``releases`` or ``atlas``.
     """
     try:
-        return list(_findings(json.loads(path.read_text())))
+        return dict(_findings(json.loads(path.read_text())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         text = f"faults must be a JSON document of check, releases or atlas, got {path}: {error}"
         raise InvalidCase(" ".join(text.split()), field="faults") from error
 
 
-def _findings(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the faults of a document that have a Case."""
+def _findings(document: Mapping[str, Any]) -> Iterator[tuple[Finding, str]]:
+    """Yield the faults of a document that have a Case, and an expression of the line at fault, or ""."""
     names = ("op", "kind", "evidence", "diagnosis", "names", "description", "case")
     for one in document["faults"] if "faults" in document else document["findings"]:
-        has_case = one["kind"] in KINDS and one["kind"] != HORIZON and one.get("first", True)
+        has_case = one["kind"] in KINDS and one["kind"] != HORIZON and one.get("last", True)
         if has_case and one["op"] in OPS:
             fields = {name: one[name] for name in names if name in one}
-            yield Finding.from_verdict({"evidence": "", **fields})
+            yield Finding.from_verdict({"evidence": "", **fields}), one.get("line", "")
 
 
 def known_faults(
-    found: Iterable[Finding], libraries: Mapping[str, Release], platforms: Mapping[str, str]
+    found: Mapping[Finding, str], libraries: Mapping[str, Release], platforms: Mapping[str, str]
 ) -> list[KnownFault]:
     """Return the catalogue's defects, then the faults that checks have found and that are none of these.
 
+    ``found``: findings, each with an expression of the line at fault, or "".
     ``libraries``: by op, the release whose hostile Cases the calls of defects are chosen from, the newest;
     ``platforms``: by op.
     """
     catalogue = _catalogue(libraries, platforms)
     others: dict[tuple[str, ...], KnownFault] = {}
-    for one in found:
+    for one, line in ((_decided(one), line) for one, line in found.items()):
         fields = _fields(one.case)
         label = label_of(one)
         key = (one.kind, label) if label not in _STATUSES else (one.kind, one.op, str(fields))
@@ -176,7 +194,10 @@ def known_faults(
         calls.setdefault(ANY_OP, [fields])
         calls[one.op] = [*(calls.get(one.op, ()) if one.op in fault.found_in else ()), fields]
         fault = dataclasses.replace(
-            fault, calls=calls, found_in=tuple(dict.fromkeys((*fault.found_in, one.op)))
+            fault,
+            calls=calls,
+            found_in=tuple(dict.fromkeys((*fault.found_in, one.op))),
+            lines={**fault.lines, **({one.op: line} if line else {})},
         )
         if label in catalogue and one.kind == "wrong_output":
             catalogue[label] = fault
@@ -259,13 +280,11 @@ def _fields(case: Case) -> Fields:
 class AtlasPlan(ReleasePlan):
     """What an atlas runs: the calls of ``faults`` in every op of the releases.
 
-    ``releases``: of several libraries, each with a version that has its library; ``platforms``: by op;
-    ``locate``: look for the lines of the faults of the newest release of each library.
+    ``releases``: of several libraries, each with a version that has its library; ``platforms``: by op.
     """
 
     faults: Sequence[KnownFault]
     platforms: Mapping[str, str]
-    locate: bool = False
 
     def tasks(self) -> list[Task]:
         """Return a task for each call, op and release whose op differs from earlier ones."""
@@ -296,23 +315,42 @@ class AtlasPlan(ReleasePlan):
             "platforms": dict(self.platforms),
         }
 
-    def job(self, device: str | None = None) -> CheckJob:
-        """Return the job that runs the calls, and looks for lines."""
-        found = super().job(device)
-        return AtlasJob(libraries=found.libraries, device=found.device)
+    def _lines(self) -> dict[str, dict[str, str]]:
+        """Return where the lines of faults are, as "file:line text": by release, by expression."""
+        found: dict[str, dict[str, str]] = {}
+        for release in self.releases:
+            for op, owner in self.runs[release.version].items():
+                if owner != release.version:
+                    continue
+                texts = {fault.lines[op] for fault in self.faults if op in fault.lines}
+                for text in texts:
+                    if place := source_line(release, op, text):
+                        found.setdefault(owner, {})[f"{op} {text}"] = place
+        return found
 
     def header(self, tasks: Sequence[Task], shard: Shard = ALL) -> Header:
         """Return the header of a store: that of releases, and the faults."""
         faults = [dataclasses.asdict(one) for one in self.faults]
-        more = {"command": COMMAND, "faults": faults, "locate": self.locate, **self._facts()}
+        more = {"command": COMMAND, "faults": faults, "lines": self._lines(), **self._facts()}
         return {**super().header(tasks, shard), **more}
+
+
+def source_line(release: Release, op: str, text: str) -> str:
+    """Return the first line of an op's files with a text, as "file:line text"; "" if there is none."""
+    source = release.source
+    first = source.op_file(OPS[op].module)
+    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
+    for file in (first, *sorted(with_imports(first, folders) - {first})):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if text in line:
+                return f"{file.name}:{number} {line.strip()}"
+    return ""
 
 
 def atlas_plan(
     releases: Sequence[Release],
     *,
-    faults: Sequence[Finding] = (),
-    locate: bool = False,
+    faults: Mapping[Finding, str] = MappingProxyType({}),
     case_seconds: float | None = None,
     times: Path | str | None = None,
 ) -> AtlasPlan:
@@ -327,24 +365,10 @@ def atlas_plan(
         releases=tuple(releases),
         ops=tuple(op for op in OPS if op in ops),
         platforms=platforms,
-        faults=known_faults([*packaged_faults(), *faults], ops, platforms),
-        locate=locate,
+        faults=known_faults({**packaged_faults(), **faults}, ops, platforms),
         case_limit_s=case_seconds or AtlasPlan.case_limit_s,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasJob(CheckJob):
-    """Runs the calls of an atlas; of a payload with ``locate``, returns the lines of its finding."""
-
-    def run(self, state: Any, payload: dict[str, Any]) -> Verdict:
-        if "locate" not in payload:
-            return super().run(state, payload)
-        backend, lab = state.library(payload["library"])
-        found = located(lab, backend, Finding.from_verdict(payload["finding"]))
-        lines = [f"{one.file}:{one.line} {one.text}" for one in found.lines]
-        return {"lines": lines, "why": found.no_lines}
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +455,7 @@ class _Atlas:
         outcome = self.outcomes.get(task.key)
         if outcome is None:
             return _Seen(state=NOT_RUN, text=self.stopped)
-        found = tuple(one for one in findings_of(task, outcome) if one.is_fault)
+        found = tuple(_decided(one) for one in findings_of(task, outcome) if one.is_fault)
         if found:
             return _Seen(state=FINDING, findings=found)
         if outcome.verdict is not None and outcome.verdict["ran"]:
@@ -483,8 +507,10 @@ class _Atlas:
     def run(self, fault: KnownFault, op: str, owner: str) -> tuple[_Seen, Case | None]:
         """Return what the calls of a fault did in an op of a release, and the Case that decided it."""
         own = fault.calls_at(op)
-        more = [] if fault.diagnosis in _STATUSES else self._named.get(
-            (op, fault.kind, fault.diagnosis), []
+        more = (
+            []
+            if fault.diagnosis in _STATUSES
+            else self._named.get((op, fault.kind, fault.diagnosis), [])
         )
         states: list[tuple[_Seen, Fields]] = []
         for fields in [*own, *(one for one in more if one not in own)]:
@@ -516,7 +542,7 @@ class _Atlas:
                 some = some or case
                 if seen.state == FINDING:
                     findings += seen.findings[:1]
-                self._note(runs, op, version, seen, case)
+                self._note(runs, (known, op, version), seen, case)
         return Fault(
             finding=findings[0] if findings else self._sound(known, some),
             cells={
@@ -528,29 +554,30 @@ class _Atlas:
         )
 
     def _note(
-        self, runs: dict[tuple[str, ...], OpRun], op: str, version: str, seen: _Seen, case: Case | None
+        self,
+        runs: dict[tuple[str, ...], OpRun],
+        place_of: tuple[KnownFault, str, str],
+        seen: _Seen,
+        case: Case | None,
     ) -> None:
         """Add what a call did in a release to the runs with the same result."""
+        known, op, version = place_of
         owner = self.header["runs"][version][op]
         text = seen.text if seen.state != FINDING else f"{seen.findings[0].title}. {seen.text}"
         key = (op, seen.state, text)
         if key not in runs:
-            runs[key] = OpRun(op=op, state=seen.state, releases=(), text=text)
+            finding = seen.findings[0] if seen.state == FINDING else None
+            runs[key] = OpRun(op=op, state=seen.state, releases=(), text=text, finding=finding)
         one = runs[key]
         command = one.command
         is_first_sound = not any(one.state == SOUND and one.command for one in runs.values())
         has_command = seen.state in (FINDING, OTHER) or (seen.state == SOUND and is_first_sound)
         if case is not None and not command and has_command:
             command = (seen.findings[0].case if seen.findings else case).to_cli()
-        runs[key] = dataclasses.replace(
-            one, releases=(*one.releases, version), command=command
-        )
-        if seen.state == FINDING:
-            lines = self.outcomes.get(locate_key(owner, seen.findings[0]))
-            if lines is not None and lines.verdict is not None:
-                text = lines.verdict["why"]
-                found = tuple(lines.verdict["lines"]) or ((f"no line: {text}",) if text else ())
-                runs[key] = dataclasses.replace(runs[key], lines=found)
+        runs[key] = dataclasses.replace(one, releases=(*one.releases, version), command=command)
+        place = self.header["lines"].get(owner, {}).get(f"{op} {known.lines.get(op)}")
+        if seen.state == FINDING and place:
+            runs[key] = dataclasses.replace(runs[key], lines=(place,))
 
     def _sound(self, known: KnownFault, case: Case | None) -> Finding:
         """Return what stands for a fault that no release shows."""
@@ -564,40 +591,10 @@ class _Atlas:
             description=known.title,
         )
 
-    def newest(self) -> dict[str, Finding]:
-        """Return the faults of the newest release of each library, by the key of the task for their lines."""
-        last = {self.library(version): version for version in self.header["runs"]}
-        found: dict[str, Finding] = {}
-        for version in last.values():
-            for op, owner in self.header["runs"][version].items():
-                for fault in self.faults:
-                    seen, _ = self.run(fault, op, owner)
-                    if seen.state == FINDING:
-                        found.setdefault(locate_key(owner, seen.findings[0]), seen.findings[0])
-        return found
-
-    def library(self, version: str) -> str:
-        """Return the library of a release."""
-        return str(self.header["backends"][version])
-
 
 def _numbers(findings: Sequence[Finding]) -> str:
     """Return what the findings of a call consist of."""
     return "; ".join(dict.fromkeys(one.evidence or one.title for one in findings))
-
-
-def locate_key(owner: str, finding: Finding) -> str:
-    """Return the key of the task that looks for the lines of a finding."""
-    return f"locate/{owner}/{finding.op}/{digest_of(finding.case)}/{finding.kind}"
-
-
-def locate_tasks(atlas: _Atlas) -> list[Task]:
-    """Return the tasks that look for the lines of the faults of the newest releases."""
-    found = []
-    for key, finding in atlas.newest().items():
-        payload = {"library": key.split("/")[1], "finding": finding.to_verdict(), "locate": True}
-        found.append(Task(key=key, payload=payload, cost_s=_LOCATE_COST_S, limit_s=_LOCATE_LIMIT_S))
-    return found
 
 
 def check_atlas(
@@ -620,10 +617,6 @@ def check_atlas(
         is_late = deadline(seconds)
         run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
         run.run(tasks, watching("cases", tasks, on_progress))
-        stopped = "the check was interrupted" if stop() else "the time was up"
-        if plan.locate:
-            lines = locate_tasks(_atlas(header, all_tasks, run.outcomes, stopped))
-            run.run(lines, watching("lines", lines, on_progress))
     stopped = "the check was interrupted" if stop() else "the time was up"
     took = time.perf_counter() - began
     return build_atlas(header, all_tasks, run.outcomes, seconds=took, stopped=stopped)
@@ -652,6 +645,16 @@ def build_atlas(
         faults=[atlas.fault(one) for one in atlas.faults],
         not_run=_not_run(tasks, outcomes, stopped),
     )
+
+
+def newest_findings(table: ReleaseTable) -> dict[str, list[Finding]]:
+    """Return the faults of the newest release of each library, by that release."""
+    newest: dict[str, list[Finding]] = {of[-1]: [] for of in table.libraries.values()}
+    for run in (run for fault in table.faults for run in fault.runs):
+        for version in newest.keys() & {*run.releases}:
+            if run.finding is not None:
+                newest[version].append(run.finding)
+    return newest
 
 
 def _has_run(outcome: Outcome) -> bool:

@@ -195,7 +195,7 @@ def with_source_lines(report: Report, backend: Backend, on_step: OnStep = ignore
     lab, found = lab_of(backend, "cpu"), []
     for i, finding in enumerate(report.findings):
         on_step("locating the faults", i, len(report.findings))
-        found.append(located(lab, backend, finding))
+        found.append(_located(lab, backend, finding))
     return dataclasses.replace(report, findings=merged_by_line(found))
 
 
@@ -214,8 +214,7 @@ def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
     return list(merged.values())
 
 
-def located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
-    """Return a finding with the source lines that may hold it, or why there are none."""
+def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
     if finding.horizon:
         return finding
     if finding.case.op_argument != NONE:

@@ -412,7 +412,8 @@ class OpRun:
     """What the call of a fault did in an op, in some releases with the same result.
 
     ``text``: what is wrong there, or why there is no verdict; ``command``: runs the call in the first of the
-    ``releases``; ``lines``: of the source, that may hold the fault in the last of them.
+    ``releases``; ``lines``: of the source, that may hold the fault in the last of them; ``finding``: the
+    fault, if it is one.
     """
 
     op: str
@@ -421,6 +422,7 @@ class OpRun:
     text: str = ""
     command: str = ""
     lines: tuple[str, ...] = ()
+    finding: Finding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,7 +486,10 @@ class Fault:
             "case": finding.case.changes(),
             "run": finding.run(next(iter(self.releases), "SOURCE")),
             **(
-                {"family": self.family, "runs": [json_fields(one) for one in self.runs]}
+                {
+                    "family": self.family,
+                    "runs": [json_fields(one, without=("finding",)) for one in self.runs],
+                }
                 if self.family
                 else {}
             ),

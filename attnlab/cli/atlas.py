@@ -6,6 +6,7 @@ from pathlib import Path
 
 from attnlab.case.fields import refuse
 from attnlab.case.flags import flag
+from attnlab.case.output_file import make_output_folder
 from attnlab.cli.check import step_text
 from attnlab.cli.command import Command, notice, progress
 from attnlab.cli.releases import CODES, add_page, check_page, ops_of_releases, print_table
@@ -36,7 +37,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=Path,
     )
-    flag(how, "--locate", "look for the lines of the faults of each library's newest release")
     flag(how, "--seconds SECONDS", "start no further call after this time", type=float)
     flag(
         how,
@@ -45,7 +45,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
     )
     add_scaling(parser.add_argument_group("where to run it"))
-    add_page(parser.add_argument_group("files to write"))
+    files = parser.add_argument_group("files to write")
+    add_page(files)
+    flag(
+        files,
+        "--report FOLDER",
+        "for each fault of a library's newest release, the text of an issue and a script that needs no "
+        "attnlab",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -54,6 +61,8 @@ def _run(args: argparse.Namespace) -> int:
 
     check_conditions(platform=None, seconds=args.seconds, case_seconds=args.case_seconds)
     check_scaling(engine=args.engine, shard=args.shard, times=args.times)
+    if args.report is not None:
+        make_output_folder(args.report, "report")
     found = [_sources(text) for text in args.releases]
     if args.out is not None:
         from attnlab.tasks.store import check_can_store
@@ -65,14 +74,13 @@ def _run(args: argparse.Namespace) -> int:
     from attnlab.tasks.run import find_engine
     from attnlab.tasks.store import Shard
 
-    faults = [one for path in args.faults or () for one in read_faults(path)]
+    faults = {f: line for path in args.faults or () for f, line in read_faults(path).items()}
     shard = Shard.parse(args.shard)
     releases = [one for library, paths in found for one in releases_of(paths, "cpu", library)]
     with progress("choosing the calls"):
         plan = atlas_plan(
             releases,
             faults=faults,
-            locate=args.locate,
             case_seconds=args.case_seconds,
             times=args.times,
         )
@@ -93,6 +101,15 @@ def _run(args: argparse.Namespace) -> int:
         )
     if stop():
         notice("interrupted; the table has what ran")
+    if args.report is not None:
+        from attnlab.checker.atlas import newest_findings
+        from attnlab.reports.upstream import write_reports
+
+        backends = {one.version: one.backend for one in releases}
+        for version, findings in newest_findings(table).items():
+            backend = backends[version]
+            folder = args.report / version.partition(" ")[0]
+            write_reports(findings, folder, backend.version, "cpu", backend)
     print_table(args, table)
     return stop.exit_code or table.exit_code
 
@@ -123,7 +140,7 @@ COMMAND = Command(
     arguments="LIBRARY:RELEASES…",
     examples=(
         "attnlab atlas vllm:0.24.0..0.33.0 sglang:0.5.14..0.5.23 --out store --page atlas.html",
-        "attnlab atlas lmdeploy:0.18.0 aiter:path/to/aiter --locate",
+        "attnlab atlas lmdeploy:0.18.0 aiter:path/to/aiter --report reports",
     ),
     exit_codes=CODES,
     add_flags=_add_flags,

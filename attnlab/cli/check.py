@@ -333,9 +333,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
         return report
     from attnlab.reports.upstream import write_reports
 
-    written = write_reports(
-        report.findings, args.report, report.version, backend.device, backend
-    )
+    written = write_reports(report.findings, args.report, report.version, backend.device, backend)
     return dataclasses.replace(report, reports=[str(path) for path in written])
 
 

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 Outcomes = Mapping[str, "Outcome"]
 # Flags, and the command whose stores they need.
-_OWNERS = {"known": ("check",), "junit": ("check",), "sarif": ("check",), "page": ("releases", "atlas")}
+_OWNERS = {
+    "known": ("check",),
+    "junit": ("check",),
+    "sarif": ("check",),
+    "page": ("releases", "atlas"),
+}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

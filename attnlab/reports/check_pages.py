@@ -237,8 +237,8 @@ def spans(releases: list[str], fault: Fault) -> str:
 def _ranges(releases: list[str], chosen: Collection[str]) -> str:
     """Return some of the releases as ranges, none of several libraries."""
     parts = []
-    library = lambda version: version.rpartition(" ")[0]  # noqa: E731
-    for (is_chosen, _), group in groupby(releases, lambda one: (one in chosen, library(one))):
+    by = groupby(releases, lambda one: (one in chosen, one.rpartition(" ")[0]))
+    for (is_chosen, _), group in by:
         found = [*group]
         if is_chosen:
             last = found[-1].rpartition(" ")[2]

@@ -462,7 +462,9 @@ class ScriptedKernel:
         file = source.op_file(op.module).relative_to(source.root)
         values = Values(call, target)
         known = inspect.signature(backend.function_of(op, target.platform)).parameters
-        found = {name: evaluate(text, values) for name, text in op.arguments.items() if name in known}
+        found = {
+            name: evaluate(text, values) for name, text in op.arguments.items() if name in known
+        }
         return cls(
             function=op.function,
             module=".".join(file.with_suffix("").parts),
@@ -560,7 +562,7 @@ def _held(
     arguments: dict[str, Any], call: KernelCall
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the arguments of a library's op as expressions, and the tensors that these name."""
-    fields = {"query": call.query, "new_keys": call.key, "new_values": call.value}
+    fields: dict[str, Any] = {"query": call.query, "new_keys": call.key, "new_values": call.value}
     fields |= {"output": call.output, "alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
     texts, held = {}, dict[str, torch.Tensor]()
     for name, value in arguments.items():
