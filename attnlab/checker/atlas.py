@@ -56,6 +56,7 @@ from attnlab.checker.releases import (
 )
 from attnlab.checker.report import NotRun
 from attnlab.defects import DEFECTS
+from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.lab.lab import Lab
 from attnlab.mutation.report import ChangedTest
 from attnlab.tasks.run import TaskRun, deadline
@@ -68,6 +69,8 @@ ANY_OP = "*"  # a call that any op may get
 FOUND = "found by checks"
 _RAISED_AT = re.compile(r"^\S+\.py:#: \w+: ")  # of a diagnosis, where which exception was raised
 _BEGIN = 30
+_TILE = 16  # query heads; kernels have faults with more per KV head
+_KIND_OF_ITS_OWN = ("freed_leaked", "tail_leaked")  # a check calls them reads of slots
 _OF_MERGES = ("partitions", "softmax")  # families of defects that an op which merges parts can have
 # Fields of a Case that a fault may need; without them its output tells of less.
 _FEATURES = {
@@ -223,18 +226,19 @@ def _catalogue(
     """Return the defects by name, with the plainest Case of each op whose output they change."""
     found = {
         name: KnownFault(
-            kind="wrong_output",
+            kind="rows_not_written" if name == NEVER_WRITTEN else "wrong_output",
             diagnosis=name,
             title=f"{name}: {one.text}",
             family=one.family,
             calls={},
         )
         for name, one in DEFECTS.items()
-        if not one.harmless
+        if not one.harmless and name not in _KIND_OF_ITS_OWN
     }
     for op, release in libraries.items():
         for name, fields in _telling_calls(release, op, platforms[op]):
-            found[name].calls[op] = [fields]
+            if name in found:
+                found[name].calls[op] = [fields]
     return found
 
 
@@ -262,9 +266,9 @@ def _telling_calls(release: Release, op: str, platform: str) -> Iterator[tuple[s
 def _plainness(case: Case) -> tuple[int, int]:
     """Return what sorts Cases: the number of features, then the size."""
     features = [one for one in case.changes() if one in _FEATURES]
-    has_poison = case.empty_slots != "zeros"
+    rare = (case.empty_slots != "zeros", case.sliding_window == 1, case.num_queries_per_kv > _TILE)
     size = sum(case.lengths.seq_lens) * case.num_heads * case.head_size
-    return len(features) + has_poison, size
+    return len(features) + sum(rare), size
 
 
 def _fields(case: Case) -> Fields:

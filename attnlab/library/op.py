@@ -110,8 +110,8 @@ class Op:
     - ``sinks_with_alibi``: it accepts sinks and ALiBi in one call.
     - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
       before its slots (VLLM_KV_CACHE_LAYOUT=HND).
-    - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform. ``fp8_inside``: names
-      that the op or a function that it runs reads in a release that has FP8 caches.
+    - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``fp8_inside``: names that the op, or a function that it runs, reads in a release with FP8 caches.
     - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
     - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the

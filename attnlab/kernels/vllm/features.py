@@ -306,7 +306,7 @@ def _needs(op: str, field: str, value: Any) -> Needs | None:
     if not record.scores and field in _PREPARED:
         return None
     if field == "kv_cache_dtype":
-        return Needs(own=(), inside=record.fp8_inside)
+        return Needs(inside=record.fp8_inside)
     return Needs(own=record.parameters(*_FIELDS[field]) or (field,))
 
 
