@@ -189,9 +189,16 @@ def known_faults(
     for one, line in ((_decided(one), line) for one, line in found.items()):
         fields = _fields(one.case)
         label = label_of(one)
-        key = (one.kind, label) if label not in _STATUSES else (one.kind, one.op, str(fields))
+        key: tuple[str, ...] = (one.kind, label)
+        if label in _STATUSES:
+            key = (one.kind, one.op, str(fields))
         fault = catalogue.get(label) if one.kind == "wrong_output" else None
         if fault is None:
+            if label in _STATUSES and line:  # another op, or call, that runs the same line
+                same = (
+                    k for k, of in others.items() if k[0] == one.kind and line in of.lines.values()
+                )
+                key = next(same, key)
             fault = others.setdefault(key, _found_fault(one))
         calls = {**fault.calls}
         calls.setdefault(ANY_OP, [fields])
@@ -538,10 +545,11 @@ class _Atlas:
         findings: list[Finding] = []
         some: Case | None = None
         for op in self.header["options"]["ops"]:
+            ran = {owner: self.run(known, op, owner) for owner in self.calls.owners(op)}
             for version, of in self.header["runs"].items():
                 if op not in of:
                     continue
-                seen, case = self.run(known, op, of[op])
+                seen, case = ran[of[op]]
                 cells[version].append(seen.state)
                 some = some or case
                 if seen.state == FINDING:
@@ -653,12 +661,12 @@ def build_atlas(
 
 def newest_findings(table: ReleaseTable) -> dict[str, list[Finding]]:
     """Return the faults of the newest release of each library, by that release."""
-    newest: dict[str, list[Finding]] = {of[-1]: [] for of in table.libraries.values()}
+    newest: dict[str, dict[Finding, None]] = {of[-1]: {} for of in table.libraries.values()}
     for run in (run for fault in table.faults for run in fault.runs):
         for version in newest.keys() & {*run.releases}:
             if run.finding is not None:
-                newest[version].append(run.finding)
-    return newest
+                newest[version][run.finding] = None
+    return {version: [*found] for version, found in newest.items()}
 
 
 def _has_run(outcome: Outcome) -> bool:
