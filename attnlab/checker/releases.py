@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,18 @@ class NativeRun:
         return f"{UNCONFIRMED}, {self.why}{seen}" if self.why else "right"
 
 
+def ranges(releases: Iterable[str], chosen: Collection[str]) -> str:
+    """Return some releases as ranges without gaps, such as "0.9.0 to 0.11.2, 0.30.0", each of one library."""
+    parts = []
+    by = groupby(releases, lambda one: (one in chosen, one.rpartition(" ")[0]))
+    for (is_chosen, _), group in by:
+        found = [*group]
+        if is_chosen:
+            last = found[-1].rpartition(" ")[2]
+            parts.append(found[0] if len(found) == 1 else f"{found[0]} to {last}")
+    return ", ".join(parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRun:
     """What the call of a fault did in an op, in some releases with the same result.
@@ -423,6 +436,12 @@ class OpRun:
     command: str = ""
     lines: tuple[str, ...] = ()
     finding: Finding | None = None
+
+    def to_dict(self, releases: Iterable[str]) -> dict[str, Any]:
+        """Return the run as JSON-able values, without empty ones; its releases as ranges of ``releases``."""
+        fields = json_fields(self, without=("finding",))
+        fields["releases"] = ranges(releases, self.releases)
+        return {name: value for name, value in fields.items() if value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,7 +507,7 @@ class Fault:
             **(
                 {
                     "family": self.family,
-                    "runs": [json_fields(one, without=("finding",)) for one in self.runs],
+                    "runs": [one.to_dict(self.cells) for one in self.runs],
                 }
                 if self.family
                 else {}

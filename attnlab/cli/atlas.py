@@ -17,8 +17,8 @@ from attnlab.tasks.interrupts import interruptible
 _DOCUMENT = """\
 --json prints the document of attnlab releases. A fault also has
   family: what the page lists it under
-  runs: list of {op, state, releases, text, command, lines}: what its call did in each op; text: what is
-    wrong, or why there is no verdict"""
+  runs: list of {op, state, releases, text, command, lines}, without what is empty: what its call did in
+    each op; text: what is wrong, or why there is no verdict"""
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes, write_text
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.releases import STATES, Fault, OpRun, ReleaseTable
+from attnlab.checker.releases import STATES, Fault, OpRun, ReleaseTable, ranges
 from attnlab.checker.report import Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
@@ -190,7 +190,8 @@ def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
 
 
 # Faults of several libraries, by the newest release that has them.
-_CURRENT, _EARLIER, _NEVER = "in a newest release", "in earlier releases", "in no release"
+_CURRENT, _EARLIER = "in the newest release of a library", "in earlier releases"
+_NEVER = "in no release"
 _GROUPS = ("", _CURRENT, _EARLIER, _NEVER)
 
 
@@ -200,6 +201,12 @@ def _age(table: ReleaseTable, fault: Fault) -> str:
         return ""
     newest = {of[-1] for of in table.libraries.values()}
     return _CURRENT if newest & {*fault.releases} else _EARLIER if fault.releases else _NEVER
+
+
+def _group(table: ReleaseTable, fault: Fault) -> str:
+    """Return the heading above a fault."""
+    age = _age(table, fault)
+    return f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op
 
 
 def _title(table: ReleaseTable) -> str:
@@ -220,9 +227,9 @@ def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
         spans=spans(table.releases, fault),
         kind=KINDS[finding.kind],
         command=finding.run(first) + source,
-        group=": ".join(filter(None, (_age(table, fault), fault.family))) or finding.op,
+        group=_group(table, fault),
         runs={
-            state: [(one, _ranges(table.releases, one.releases)) for one in of]
+            state: [(one, ranges(table.releases, one.releases)) for one in of]
             for state in STATES
             if (of := [one for one in fault.runs if one.state == state])
         },
@@ -231,19 +238,7 @@ def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
 
 def spans(releases: list[str], fault: Fault) -> str:
     """Return the releases that have a fault as ranges, such as "0.9.0 to 0.11.2, 0.30.0"."""
-    return _ranges(releases, fault.releases)
-
-
-def _ranges(releases: list[str], chosen: Collection[str]) -> str:
-    """Return some of the releases as ranges, none of several libraries."""
-    parts = []
-    by = groupby(releases, lambda one: (one in chosen, one.rpartition(" ")[0]))
-    for (is_chosen, _), group in by:
-        found = [*group]
-        if is_chosen:
-            last = found[-1].rpartition(" ")[2]
-            parts.append(found[0] if len(found) == 1 else f"{found[0]} to {last}")
-    return ", ".join(parts)
+    return ranges(releases, fault.releases)
 
 
 def _minor(version: str) -> str:

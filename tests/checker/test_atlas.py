@@ -127,7 +127,7 @@ def test_a_fault_is_found_where_it_is_and_only_there(plan, tmp_path):
 
     write_releases(tmp_path / "page.html", table)
     page = (tmp_path / "page.html").read_text()
-    assert page.index("in earlier releases: scores") < page.index("in no release: scores")
+    assert page.index("in earlier releases") < page.index("in no release: scores")
     assert "Right in sglang_prefill_attention (sglang 1.1.0)" in page
 
 
