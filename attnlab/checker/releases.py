@@ -18,7 +18,7 @@ from attnlab.case.shown import Shown, json_fields
 from attnlab.checker.case_check import CheckJob
 from attnlab.checker.case_run import versions, with_imports
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.library import OnProgress, ignore_progress, watching
+from attnlab.checker.library import OnProgress, ignore_progress, name_outputs, watching
 from attnlab.checker.plan import (
     FAULTS,
     Costs,
@@ -335,7 +335,7 @@ def run_task(
     except InvalidCase:
         return None
     digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
-    payload: dict[str, Any] = {**like.payload, "library": version, "case": case.changes()}
+    payload: dict[str, Any] = {"library": version, "case": case.changes()}
     return dataclasses.replace(like, key=f"{prefix}/{version}/{digest}", payload=payload)
 
 
@@ -800,6 +800,7 @@ def check_releases(
         store = None if out is None else stack.enter_context(Store(out, header))
         run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
         run.run(_by_release(tasks), watching("cases", tasks, on_progress))
+        name_outputs(run, tasks, on_progress)
         _run_rows(run, header, tasks, on_progress)
         if native is not None:
             run.engine, run.job = native, plan.job("cuda")

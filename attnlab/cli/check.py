@@ -369,7 +369,11 @@ def _is_measured(args: argparse.Namespace) -> bool:
 
 def step_text(title: str, progress: "Progress") -> str:
     """Return how far a check has come, in words."""
-    steps = {"shrinking": ": shrinking the findings", "native": ": the findings on a GPU"}
+    steps = {
+        "naming": ": looking for causes",
+        "shrinking": ": shrinking the findings",
+        "native": ": the findings on a GPU",
+    }
     parts = [title + steps.get(progress.step, "")]
     if progress.findings:
         parts.append(f"{progress.findings} with a fault")
