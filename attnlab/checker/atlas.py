@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -347,13 +348,18 @@ class AtlasPlan(ReleasePlan):
 
 
 def source_line(release: Release, op: str, text: str) -> str:
-    """Return the first line of an op's files with a text, as "file:line text"; "" if there is none."""
+    """Return the first line of an op's files with a text, as "file:line text"; "" if there is none.
+
+    A second line of ``text`` is in the line after it.
+    """
+    first_text, _, next_text = text.partition("\n")
     source = release.source
     first = source.op_file(OPS[op].module)
     folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
     for file in (first, *sorted(with_imports(first, folders) - {first})):
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            if text in line:
+        lines = file.read_text().splitlines()
+        for number, (line, after) in enumerate(pairwise([*lines, ""]), 1):
+            if first_text in line and next_text in after:
                 return f"{file.name}:{number} {line.strip()}"
     return ""
 
