@@ -203,12 +203,10 @@ def _finding(
     is_rule = isinstance(claim, StateClaim)
     known = claim.text if is_rule else f"no rule explains it: {claim.text}"
     known = known if claim.said else "no rule explains it"
-    if any(one.found.log.outside for one in explained):
-        known = (
-            f"{_OUTSIDE}; the numbers here are as if: {known}"
-            if is_rule
-            else f"{_OUTSIDE}; {known}"
-        )
+    outside = next((t for one in explained for t in one.found.log.outside.values()), None)
+    if outside is not None:
+        as_if = "the numbers here are as if: " if is_rule else ""
+        known = f"{_OUTSIDE} ({outside.text()}); {as_if}{known}"
     return StateFinding(
         op=op.name,
         kind="wrong_output" if output else "wrong_state",
