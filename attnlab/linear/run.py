@@ -80,9 +80,15 @@ class SourceRunner:
         on_cpu = contextlib.nullcontext() if torch.cuda.is_available() else OnCpu()
         try:
             # Memory outside of the tensors may hold anything: NaN shows what depends on it.
-            with launching(plan), interpreting(), contained(), on_cpu, new_empty_is_scratch():
-                with other_outside(math.nan):
-                    returned = function(**arguments)
+            with (
+                launching(plan),
+                interpreting(),
+                contained(),
+                on_cpu,
+                new_empty_is_scratch(),
+                other_outside(math.nan),
+            ):
+                returned = function(**arguments)
         except AttnLabError:
             raise
         except NotImplementedError as error:

@@ -318,6 +318,8 @@ def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
         ]
         sentences = [one for one in about if one] or ["wrong, and nothing is common to such cases"]
         sentences += [text for text in weight_facts(weights) if text not in sentences[0]]
+        outside = [one.text() for one in trial.found.log.outside.values()]
+        sentences[:0] = [f"{_OUTSIDE} ({outside[0]})"] if outside else []
     return StateXRay(
         case=case,
         source=found.text(),

@@ -1,4 +1,4 @@
-"""The op attention_forward_decode_triton_impl of fwd_decode.py: AITER's flash_attn_with_kvcache on RDNA and CDNA."""
+"""Decodes of AITER's flash_attn_with_kvcache: attention_forward_decode_triton_impl of fwd_decode.py."""
 
 from attnlab.library.aiter import AMD
 from attnlab.library.op import Op, same
