@@ -690,6 +690,7 @@ def case_verdict(lab: Lab, backend: Backend, case: Case, names: bool = True) -> 
             reads.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
 
     try:
+        backend.check_features(case)
         if is_callers_fault(lab, case):
             return {**verdict, **reads}
         findings = check_case(lab, backend, case, count, names)

@@ -357,12 +357,17 @@ def _code(text: str) -> CodeType:
     return compile(text, f"<{text}>", "eval")
 
 
+def is_default(value: Any) -> bool:
+    """Answer whether a value stands for a parameter that is not passed."""
+    return value is _DEFAULT
+
+
 def arguments_of(call: KernelCall, target: Target, names: Any = None) -> Arguments:
     """Return the arguments of a call's op by name, of all releases; ``names``: only these."""
     values = Values(call, target)
     texts = call.spec.arguments.items()
     found = {name: evaluate(text, values) for name, text in texts if names is None or name in names}
-    return {name: value for name, value in found.items() if value is not _DEFAULT}
+    return {name: value for name, value in found.items() if not is_default(value)}
 
 
 def bind(
