@@ -6,7 +6,7 @@ import math
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -277,12 +277,14 @@ def read_call(
         raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {op!r}", field="op")
     if path.is_dir():
         if (path / METADATA).exists():
+            _check_no_names(path, names, ())
             return read_flashinfer(path)
         values, origin = _sglang_folder(path)
         return _of_dict(path, values, names, origin, op)
     check_input_path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".npz") and is_call_file(path):
         call = KernelCall.load(path)
+        _check_no_names(path, names, [one for one in NAMES if getattr(call, one, None) is not None])
         return call if op is None else dataclasses.replace(call, op=op)
     values = load_tensors(path)
     if set(values) == {"value", "meta"}:
@@ -307,6 +309,14 @@ def _check_names(names: Mapping[str, str]) -> None:
     for field in names:
         if field not in NAMES:
             raise InvalidCall(f"map must name {', '.join(NAMES)}, got {field!r:.60}", field="map")
+
+
+def _check_no_names(path: Path, names: Mapping[str, str], keys: Collection[str]) -> None:
+    """Raise InvalidCall if names are given for a file that names its own fields."""
+    if names:
+        own = f": {', '.join(keys)}" if keys else ""
+        text = f"map must not be given with {path}, which names its own fields{own}"
+        raise InvalidCall(text, field="map")
 
 
 def _of_dict(
