@@ -144,8 +144,67 @@ def later_rows_unwritten(fault: bool) -> KernelCall:
         torch.nn.functional.scaled_dot_product_attention = original
 
 
+def _flex(computed: Callable[..., torch.Tensor], scale: float) -> KernelCall:
+    """Make a call of flex_attention with a mask that differs between batch elements."""
+    from torch.nn.attention import flex_attention as module
+
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 40, 32).half() * scale for _ in range(3))
+    ends = torch.tensor([40, 23])
+
+    def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
+        return (column <= row) & (column < ends[batch])
+
+    mask = module.create_block_mask(visible, 2, None, 40, 40, device="cpu")
+    original = module.flex_attention
+
+    def flex_attention(query, key, value, score_mod=None, block_mask=None, scale=None):
+        seen = (torch.arange(40) <= torch.arange(40)[:, None]) & (
+            torch.arange(40) < ends[:, None, None]
+        )
+        return computed(query, key, value, seen[:, None])
+
+    module.flex_attention = flex_attention
+    try:
+        with attnlab.capture() as calls:
+            module.flex_attention(query, key, value, block_mask=mask)
+        return calls[-1]
+    finally:
+        module.flex_attention = original
+
+
+def _dense(query: Any, key: Any, value: Any, seen: Any, dtype: torch.dtype) -> torch.Tensor:
+    scores = (query.double() @ key.double().mT * query.shape[-1] ** -0.5).to(dtype).double()
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.double()).to(query.dtype)
+
+
+def scores_in_half(fault: bool) -> KernelCall:
+    """Scores are rounded to the query's dtype."""
+    dtype = torch.float16 if fault else torch.float64
+    return _flex(lambda *tensors: _dense(*tensors, dtype), 4.0)
+
+
+def nan_of_later_batches(fault: bool) -> KernelCall:
+    """Batch elements after the first, whose mask differs, are NaN."""
+
+    def computed(*tensors: torch.Tensor) -> torch.Tensor:
+        out = _dense(*tensors, torch.float64)
+        if fault:
+            out[1:] = torch.nan
+        return out
+
+    return _flex(computed, 1.0)
+
+
 MODELS = {
-    one.__name__: one for one in (rows_of_later_requests, pages_of_values, later_rows_unwritten)
+    one.__name__: one
+    for one in (
+        rows_of_later_requests,
+        pages_of_values,
+        later_rows_unwritten,
+        scores_in_half,
+        nan_of_later_batches,
+    )
 }
 
 
