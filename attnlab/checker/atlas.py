@@ -377,7 +377,9 @@ def atlas_plan(
         for op in release.backend.ops:
             if op_digest(release.source, op) is not None:
                 ops[op] = release
-    platforms = {op: usual_platform(one.backend.ops) for op, one in ops.items()}
+    platforms = {
+        op: OPS[op].platform_of(usual_platform(one.backend.ops)) for op, one in ops.items()
+    }
     return AtlasPlan(
         releases=tuple(releases),
         ops=tuple(op for op in OPS if op in ops),
