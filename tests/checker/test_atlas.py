@@ -219,4 +219,4 @@ def test_the_numbers_of_the_kept_atlas():
     assert f"{len(table['faults'])} faults" in text
     for run in (run for one in found for run in one["runs"] if run["state"] == "finding"):
         assert run["text"]
-        assert run["command"].startswith("attnlab run --op")
+        assert run["command"].startswith("attnlab run --")
