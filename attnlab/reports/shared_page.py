@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.lab.decode_error import ErrorAnswer
     from attnlab.lab.result import Result
+    from attnlab.replay.random_comparison import Comparison
 
 _CONTEXT = 4  # lines of the source before and after the faulty one
 _MOST_LINES = 25  # of a comment
@@ -445,6 +446,23 @@ def matrix_pictures(table: "MatrixTable") -> tuple[Picture, ...]:
     return tuple(found)
 
 
+def comparison_pictures(found: "Comparison") -> tuple[Picture, ...]:
+    """Draw in which cases each of two kernels is wrong; the cases as in the table of the page."""
+    cases = found.ordered[:_MOST_COLUMNS]
+    cells = [
+        [
+            _square(one.outcomes[i].is_wrong, f"{one.text}: {one.outcomes[i].text()}", "right")
+            for one in cases
+        ]
+        for i in range(2)
+    ]
+    left_out = _left_out(len(cases), len(found.cases), "cases")
+    title = f"{found.sentences()[0]}{left_out}"
+    svg = _grid(found.names, cells, _numbered("case", len(cases), 1))
+    legend = _legend({"wrong": "wrong beyond rounding, or rejected", "right": "right"}, cells)
+    return (Picture(title=title, svg=svg, legend=legend),) if cases else ()
+
+
 def slot_picture(found: SlotMap) -> Picture:
     """Draw which slots of the cache were read, and which of them hold no token of their reader."""
     owners = found.provenance.seq
@@ -522,7 +540,7 @@ def _grid(labels: Sequence[str], cells: Sequence[Sequence[Square]], columns: str
     """Return a table of small SVG squares: a label for each row, and what the columns are."""
     width = (len(cells[0]) if cells else 0) * (_CELL + _GAP)
     rows = "".join(
-        f'<tr><th scope="row">{escape(label)}</th><td><svg width="{width}" height="{_CELL}" role="img">'
+        f'<tr><th scope="row">{escape(label)}</th><td><svg width="{width}" height="{_CELL}" viewBox="0 0 {width} {_CELL}" role="img">'
         f"<title>{escape(label)}</title>{''.join(_squares(line))}</svg></td></tr>"
         for label, line in zip(labels, cells, strict=True)
     )
