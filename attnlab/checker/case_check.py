@@ -219,10 +219,10 @@ def _wrong_output(
     if case.empty_slots != "zeros" and _is_correct(lab, backend, case.replace(empty_slots="zeros")):
         return _leak(lab, backend, case, diagnosis)
     output_of_zeros = run_case(lab, backend, zeros).output
-    for field, plain in _HIDING.items():
-        if getattr(case, field) not in plain:
-            if found := _wrong_if_plainer(lab, backend, zeros, **{field: plain[0]}):
-                return found
+    hiding = {name: plain for name, plain in _HIDING.items() if getattr(case, name) not in plain}
+    for field, plain in hiding.items():
+        if found := _wrong_if_plainer(lab, backend, zeros, **{field: plain[0]}):
+            return found
     diagnosis_of_zeros = confirmed(lab, backend, zeros, _diagnose(lab, zeros, output_of_zeros))
     if not diagnosis_of_zeros.is_wrong:
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
