@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, check_installed
 from attnlab.case.fields import Int, Number, is_plugin
 from attnlab.case.flags import flag, notebook_parameters
 from attnlab.cli.command import Command, errors, print_json, progress, show
@@ -263,6 +264,7 @@ def _new(args: argparse.Namespace) -> int:
         text = f"from must be a call, a Case, a pytest id or a kernel, got {start!r}"
         raise InvalidCase(text, field="from")
 
+    check_installed("attnlab new-investigation", "nbclient", "ipykernel")
     from attnlab.replay.new_investigation import next_notebook, read_start, write_notebook
 
     path = next_notebook(folder, args.title)
@@ -273,8 +275,9 @@ def _new(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"notebook": str(path), "cause": found.sentences[0]})
     else:
-        number = path.stem[:2]
-        print(f"{found.sentences[0]}\nwritten: {path}\nrun it: attnlab investigate {number}")
+        flags = "" if folder == _NOTEBOOKS else f" --notebooks-folder {shlex.quote(str(folder))}"
+        again = f"attnlab investigate {path.stem[:2]}{flags}"
+        print(f"{found.sentences[0]}\nwritten: {path}\nrun it again: {again}")
     return 0
 
 
@@ -286,7 +289,7 @@ NEW_COMMAND = Command(
         "attnlab new-investigation 'which heads are wrong' --from call.safetensors --kernel mine.py:f",
         "attnlab new-investigation 'which heads are wrong' --from case.json --source vllm-0.33.0.whl",
     ),
-    exit_codes="0 the notebook is written",
+    exit_codes="0 the notebook is written and has run",
     add_flags=_add_new_flags,
     run=_new,
     notes="The notebook gets the next number of the folder, so that attnlab investigate runs it. Its\n"

@@ -1,8 +1,10 @@
 """A notebook for a new investigation: its cells, with what the experiments find as expected verdicts."""
 
 import json
+import os
 import re
-from dataclasses import dataclass
+import subprocess
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from attnlab.replay.probe import probe_call
 from attnlab.replay.random_comparison import compare_backends
 from attnlab.replay.shrinking import shrink_call
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.codes import num_slots
 from attnlab.weights.conclude import xray
+from attnlab.weights.measurement import MOST_WEIGHTS
 
 _DRAWN = 50  # random cases, to find one in which a kernel is wrong
 _SIZES = ("sequences", "rows", "heads")
@@ -43,6 +47,22 @@ class Start:
         if self.kernel:
             return {"backend": self.kernel}
         return {"backend": "vllm", **({"source": self.source} if self.source else {})}
+
+    def seen_from(self, folder: Path) -> "Start":
+        """Return the start with the paths of its files relative to a folder, where the notebook runs."""
+
+        def relative(path: Path | str) -> str:
+            return os.path.relpath(Path(path).expanduser().resolve(), folder.resolve())
+
+        file, ending, function = self.kernel.partition(".py:")
+        return replace(
+            self,
+            call=None if self.call is None else Path(relative(self.call)),
+            source=relative(self.source)
+            if Path(self.source).exists() and self.source
+            else self.source,
+            kernel=f"{relative(file)}{ending}{function}" if ending else self.kernel,
+        )
 
 
 def read_start(text: str, *, kernel: str, source: str, stage: str | None) -> Start:
@@ -103,8 +123,10 @@ class _Found:
     status: str
     sizes: list[int]
     xray: str
+    xray_of: str
+    weights: str
     probe: str
-    candidates: tuple[str, ...]
+    suspects: tuple[str, ...]
 
 
 def experiments(start: Start, call: KernelCall, lab: Lab) -> _Found:
@@ -114,16 +136,26 @@ def experiments(start: Start, call: KernelCall, lab: Lab) -> _Found:
     if not small.is_failing:
         raise AttnLabError(f"an investigation needs a call that fails: {small.sentences()[0]}")
     found = diagnose(call, locate=False, **where)
-    shown = tuple(one.name for one in found.candidates[:3])
+    of = "call" if _is_small(call) else "small.call"
+    subject = call if _is_small(call) else small.call
+    seen = xray(subject, backend=start.where["backend"], lab=lab)
     return _Found(
         cause="" if found.cause is None else found.cause.name,
         sentences=tuple(found.sentences()),
         status=found.status,
         sizes=[small.after[name] for name in _SIZES],
-        xray=xray(small.call, backend=start.where["backend"], lab=lab).status,
+        xray=seen.status,
+        xray_of=of,
+        weights=seen.sentences[0],
         probe=probe_call(small.call, **where).verdict,
-        candidates=shown,
+        suspects=tuple(f"*{one.name}*: {one.text}." for one in found.candidates[:3]),
     )
+
+
+def _is_small(call: KernelCall) -> bool:
+    """Return whether an X-ray of every row and head takes seconds."""
+    rows, heads = call.query.shape[:2]
+    return rows * heads * num_slots(call) <= MOST_WEIGHTS
 
 
 def notebook_text(start: Start, title: str, found: _Found) -> str:
@@ -135,7 +167,7 @@ def notebook_text(start: Start, title: str, found: _Found) -> str:
 
 
 def write_notebook(path: Path, start: Start, title: str) -> _Found:
-    """Run the experiments and write the notebook. Raises AttnLabError if the call does not fail."""
+    """Run the experiments, write the notebook and run it. Raises AttnLabError if the call does not fail."""
     lab = Lab(source=Path(start.source)) if start.source else Lab()
     if start.call is not None:
         call = read_call(start.call)
@@ -143,8 +175,26 @@ def write_notebook(path: Path, start: Start, title: str) -> _Found:
         assert start.case is not None
         call = lab.run(start.case.replace(backend=start.where["backend"])).recorded_call
     found = experiments(start, call, lab)
-    write_text(path, notebook_text(start, title, found))
+    write_text(path, notebook_text(start.seen_from(path.parent), title, found))
+    run_notebook(path)
     return found
+
+
+def run_notebook(path: Path) -> None:
+    """Run a notebook in its folder and keep its outputs. Raises AttnLabError if a cell raises."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(notebook, timeout=None, resources=where, record_timing=False)
+    try:
+        client.execute(stderr=subprocess.DEVNULL)
+    except CellExecutionError as error:
+        raise AttnLabError(f"{path} does not run: {error.ename}: {error.evalue}") from error
+    finally:
+        nbformat.write(notebook, path)
 
 
 def _cell(kind: str, text: str, number: int) -> dict[str, Any]:
@@ -162,7 +212,7 @@ def _cell(kind: str, text: str, number: int) -> dict[str, Any]:
 
 def _cells(start: Start, title: str, found: _Found) -> list[tuple[str, str]]:
     """Return the cells in their order: kind and text."""
-    suspects = "\n".join(f"{i}. *{name}*" for i, name in enumerate(found.candidates, 1))
+    suspects = "\n".join(f"{i}. {text}" for i, text in enumerate(found.suspects, 1))
     return [
         ("md", f"# {title}\n\n**Verdict.** {_sentence(found.sentences[0])}"),
         ("parameters", _parameters(start)),
@@ -180,8 +230,8 @@ def _cells(start: Start, title: str, found: _Found) -> list[tuple[str, str]]:
                f"We expect *{found.cause or found.status}*."),
         ("code", _DIAGNOSE.format(cause=found.cause or None, status=found.status)),
         ("md", "## Experiment 2: the weights themselves\n\nThe X-ray measures every weight with coded "
-               f"values, without a catalogue. We expect *{found.xray}*."),
-        ("code", _XRAY.format(status=found.xray)),
+               f"values, without a catalogue. We expect *{found.xray}*: {found.weights}."),
+        ("code", _XRAY.format(status=found.xray, call=found.xray_of)),
         ("code", "attnlab.plot(xray);"),
         ("md", "## Experiment 3: corruption, or another order of sums?\n\n"
                f"Variations of the call must not change the result. We expect *{found.probe}*."),
@@ -196,7 +246,9 @@ def _cells(start: Start, title: str, found: _Found) -> list[tuple[str, str]]:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    """Return a text as a sentence; a name keeps its case."""
+    first = text.partition(" ")[0]
+    return f"{text if '_' in first else text[0].upper() + text[1:]}."
 
 
 def _parameters(start: Start) -> str:
@@ -251,7 +303,7 @@ _DIAGNOSE = """found = attnlab.diagnose(call, locate=False, **where)
 cause = found.cause and found.cause.name
 verdicts.record("diagnosis", expected=[{status!r}, {cause!r}], found=[found.status, cause])
 found"""
-_XRAY = """xray = attnlab.xray(small.call, backend=where["backend"], lab=lab)
+_XRAY = """xray = attnlab.xray({call}, backend=where["backend"], lab=lab)
 verdicts.record("X-ray", expected={status!r}, found=xray.status)
 xray"""
 _PROBE = """probe = attnlab.probe_call(small.call, **where)

@@ -20,7 +20,7 @@ def plot_timeline(timeline: Timeline, *, title: str = "", ax: Axes | None = None
     Lines separate the steps.
     """
     if ax is None:
-        size = (0.42 * len(timeline.events) + 2.2, 1.3 * len(timeline.prompt_lens) + 1.2)
+        size = (max(5.0, 0.37 * len(timeline.events) + 1.2), 1.2 * len(timeline.prompt_lens) + 1.2)
         ax = plt.subplots(figsize=size, layout="constrained")[1]
     lane = max(max(event.seq_lens) for event in timeline.attentions) * 1.25
     count = len(timeline.prompt_lens)
@@ -35,11 +35,12 @@ def plot_timeline(timeline: Timeline, *, title: str = "", ax: Axes | None = None
             seq_len, new = batch.seq_lens[row], batch.query_lens[row]
             text = f"+{new}" if isinstance(event, CacheWrite) else str(seq_len)
             at = (x + _WIDTH / 2, bottom[seq] + seq_len)
-            ax.text(*at, text, ha="center", va="bottom", fontsize=7)
+            ax.text(*at, text, ha="center", va="bottom", size="small")
     _steps(ax, timeline, lane)
     _lanes(ax, timeline, lane)
     ax.set(xlabel="cache write and attention of each layer, in the order of the calls", title=title)
-    ax.legend(handles=_legend(ax), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
+    ax.legend(handles=_legend(ax), frameon=False, fontsize="small", **below)
     return ax
 
 

@@ -28,6 +28,7 @@ from attnlab.replay.replay_call import (
     distance,
     other_bits,
 )
+from attnlab.show.notebook import VERDICT_MIME
 
 
 def test_verdicts_and_agreement(tmp_path):
@@ -382,27 +383,29 @@ def test_right_kernels_with_other_bits_agree(capsys, tmp_path):
 # A new notebook: its experiments run, and a kernel that is repaired afterwards fails its verdicts.
 
 
-@pytest.fixture
-def notebook(tmp_path, capsys):
-    """Return a notebook of the saved call of a wrong kernel, and the file of that kernel."""
-    kernel, call = kernel_file(tmp_path, WRONG, "mine"), tmp_path / "call.safetensors"
-    call_of(query_lens=(3,), ctx_lens=(14,), num_heads=2).save(call)
-    words = ["new-investigation", "Why?", "--from", str(call), "--kernel", kernel]
-    assert main([*words, "--notebooks-folder", str(tmp_path), "--json"]) == 0
-    return tmp_path / "01-why.ipynb", tmp_path / "mine.py", json.loads(capsys.readouterr().out)
-
-
-def test_the_cells_find_again_what_was_found(notebook, tmp_path):
-    path, kernel, printed = notebook
-    assert printed["notebook"] == str(path)
-    cells = nbformat.read(path, as_version=4).cells
-    nbformat.validate(nbformat.read(path, as_version=4))
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    code = code.replace("attnlab.plot(result);", "").replace("attnlab.plot(xray);", "")
-    exec(compile(code, "notebook", "exec"), {})
-    kernel.write_text(RIGHT)
+def test_a_new_notebook_has_run_and_finds_again_what_was_found(capsys, tmp_path, monkeypatch):
+    """Its paths are relative to its folder, where JupyterLab and attnlab investigate run it."""
+    kernel, folder = kernel_file(tmp_path, WRONG, "mine"), tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    call_of(query_lens=(3,), ctx_lens=(14,), num_heads=2).save(tmp_path / "call.safetensors")
+    name = f"mine.py:{kernel.rpartition(':')[2]}"
+    words = ["new-investigation", "Why?", "--from", "call.safetensors", "--kernel", name]
+    found = document(capsys, [*words, "--notebooks-folder", "notebooks"], 0)
+    assert found["notebook"] == "notebooks/01-why.ipynb"
+    notebook = nbformat.read(folder / "01-why.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output.get("data", {}) for cell in code for output in cell.outputs]
+    verdicts = [one[VERDICT_MIME] for one in outputs if VERDICT_MIME in one]
+    assert len(verdicts) == 6
+    assert all(one["expected"] == one["found"] for one in verdicts)
+    assert sum("image/png" in one for one in outputs) == 2
+    (tmp_path / "mine.py").write_text(RIGHT)
+    monkeypatch.chdir(folder)
+    text = "\n".join(cell.source for cell in code if not cell.source.startswith("attnlab.plot"))
     with pytest.raises(AssertionError) as failed:
-        exec(compile(code, "notebook", "exec"), {})
+        exec(compile(text, "notebook", "exec"), {})
     assert "the output" in str(failed.value)
 
 

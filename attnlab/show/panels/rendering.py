@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 
-DPI = 96
+DPI = 105  # "small" texts have 12 CSS pixels
 PIXEL_RATIO = 1.5  # pixels of the PNG per CSS pixel
 _MAX_CELLS = 400_000  # larger pictures have no text at the pointer
 _DARK, _LIGHT_TEXT = "#1c1c1c", "#d6d6d6"

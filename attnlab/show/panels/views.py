@@ -341,7 +341,7 @@ def _render_map(
 
     num_seqs, num_heads = len(errors.lengths.query_lens), errors.error.shape[1]
     unwritten = result.unwritten_rows() if data.row_slots is None and not title else None
-    size, margins = (520, 380), (105, 98, 66, 26)
+    size, margins = (520, 320), (105, 98, 66, 26)
     rect = axes_rect(size, margins)
     plot = FramedPlot(
         key=("error", num_seqs, num_heads, data.cache_of is None),
@@ -435,7 +435,7 @@ def _render_seqs(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | N
 
     def content(ax: Axes) -> None:
         limit = "largest bound" if errors.is_derived else "atol"
-        title = f"largest error per sequence (dashed: {limit})"
+        title = f"largest error (dashed: {limit})"
         draw_seq_errors(ax, {data.result.case.platform: found}, atol=errors.atol, title=title)
 
     found, size = errors.seq_error(), (300, 198)

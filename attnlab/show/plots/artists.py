@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import FuncNorm, LinearSegmentedColormap, ListedColormap
 
-STATUS_COLOURS = {"match": "#4c9a5b", "mismatch": "#c8553d", "rejected": "#8d6a9f"}
+# White text on them has a contrast of at least 4.5 to 1.
+STATUS_COLOURS = {"match": "#3d8049", "mismatch": "#bf4f37", "rejected": "#86639a"}
 
 
 def hatch_cells(

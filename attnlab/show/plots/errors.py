@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BAND = 16  # rows of the image per sequence
 NAN_AT = 1e5  # where plot_seq_error draws NaN, above every error that it draws
 _LEAST, _MOST = 1e-9, 1e3  # the errors that plot_seq_error draws; others are drawn at the limits
-_MAX_LABELS = 20  # of the sequences of a picture
+_MAX_LABELS = 16  # of the sequences of a picture
 _IN_CORNER: Mapping[str, Any] = {"loc": "upper right", "framealpha": 0.9}
 _NAN, _UNWRITTEN, _IDLE = "#111111", "#c9a0dc", "#d0d0d0"
 

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -50,7 +50,7 @@ def plot_story(
     """
     stages, platforms = _axes_of(cells)
     if ax is None:
-        size = (1.5 * len(stages) + 1.5, 0.75 * len(platforms) + 2.1)
+        size = (1.05 * len(stages) + 1.1, 0.75 * len(platforms) + 3.0)
         ax = plt.subplots(figsize=size, layout="constrained")[1]
     for cell in cells:
         _draw(ax, cell, stages.index(cell.stage), platforms.index(cell.platform))
@@ -58,10 +58,10 @@ def plot_story(
     kernels = {cell.platform: cell.decode_kernel or "" for cell in cells}
     decodes = [kernels[name].replace("_attention", "_\nattention") for name in platforms]
     names = [f"{name}\n{kernel}" for name, kernel in zip(platforms, decodes, strict=True)]
-    ax.set_yticks([y + 0.5 for y in range(len(platforms))], names, fontsize=9)
+    ax.set_yticks([y + 0.5 for y in range(len(platforms))], names, fontsize="small")
     ax.set_xticks([])
     ax.set_xlim(0, len(stages))
-    ax.set_ylim(len(platforms) + 1.75, -0.5)
+    ax.set_ylim(len(platforms) + 2.5, -0.5)
     _bare(ax)
     ax.set_title(title or _finding(cells))
     ax.legend(handles=_entries(cells), loc="lower center", ncols=3, frameon=False)
@@ -82,7 +82,7 @@ def _draw(ax: Axes, cell: "Cell", x: int, y: int) -> None:
         corner, _WIDTH, _HEIGHT, facecolor=colour, edgecolor="#ffffff40", linewidth=0, hatch=hatch
     )
     ax.add_patch(box)
-    text = "rejected" if cell.mismatched is None else f"{cell.mismatched} wrong"
+    text = "rejected" if cell.mismatched is None else f"{cell.mismatched}\nwrong"
     words = ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", color="white", weight="bold")
     words.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 1.5})  # hides the hatch
 
@@ -96,10 +96,10 @@ def _describe_stages(
         ax.annotate("", xy=(x + 1.3, -0.2), xytext=(x + 0.7, -0.2), arrowprops=arrow)
     for x, stage in enumerate(stages):
         ax.text(x + 0.5, -0.2, str(x + 1), ha="center", va="center", weight="bold")
-        name = stage.replace("_before_", "_\nbefore_").replace("_after_", "_\nafter_")
-        words = ax.text(x + 0.5, bottom + 0.04, name, ha="center", va="top", weight="bold", size=9)
-        story = textwrap.fill(stories[stage], 20)
-        ax.annotate(story, (0.5, -0.15), xycoords=words, ha="center", va="top", size=8.5)
+        name = stage.replace("_before_", "_\nbefore_\n").replace("_after_", "_\nafter_\n")
+        look: dict[str, Any] = {"ha": "center", "va": "top", "size": "small"}
+        words = ax.text(x + 0.5, bottom + 0.04, name, weight="bold", **look)
+        ax.annotate(textwrap.fill(stories[stage], 14), (0.5, -0.15), xycoords=words, **look)
 
 
 def _bare(ax: Axes) -> None:
@@ -127,8 +127,8 @@ def _finding(cells: Sequence["Cell"]) -> str:
 # Plot of the mutants of a test: how far each moves the output, in units of the test's tolerance.
 
 _LOOK = {  # colour and marker by outcome
-    "killed": ("#4c9a5b", "o"),
-    "survived": ("#c8553d", "X"),
+    "killed": (STATUS_COLOURS["match"], "o"),
+    "survived": (STATUS_COLOURS["mismatch"], "X"),
     "equivalent": ("#8c8c8c", "s"),
 }
 _EDGES = 1e-9, 1e6

@@ -384,7 +384,7 @@ def test_each_cell_is_drawn_where_its_stage_and_platform_are(ax):
 def test_each_cell_has_its_status_or_count(ax):
     texts = {text.get_position(): text.get_text() for text in ax.texts}
     found = [texts[at] for at in ((0.5, 0.5), (0.5, 1.5), (1.5, 0.5), (1.5, 1.5))]
-    assert found == ["rejected", "0 wrong", "8192 wrong", "0 wrong"]
+    assert found == ["rejected", "0\nwrong", "8192\nwrong", "0\nwrong"]
 
 
 def test_stages_are_numbered_and_described_in_their_order(ax):
@@ -395,7 +395,7 @@ def test_stages_are_numbered_and_described_in_their_order(ax):
         "2",
         "fill_all",
     ]
-    assert "the first cache fix,\non top of the others" in texts
+    assert "the first\ncache fix, on\ntop of the\nothers" in texts
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == [f"{name}\nkernel_paged_\nattention_2d" for name in ("gfx942", "sm_90")]
     assert ax.get_title() == "two of four"
@@ -415,7 +415,7 @@ def test_the_table_has_a_row_per_stage():
     ax = plot_stages(CELLS)
     texts = {text.get_position(): text.get_text() for text in ax.texts}
     found = [texts[at] for at in ((0.5, 0.5), (1.5, 0.5), (0.5, 1.5), (1.5, 1.5))]
-    assert found == ["rejected", "0 wrong", "8192 wrong", "0 wrong"]
+    assert found == ["rejected", "0\nwrong", "8192\nwrong", "0\nwrong"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["int64", "fill_all"]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["gfx942", "sm_90"]
     assert ax.get_title().startswith("2 of 4")
