@@ -22,6 +22,7 @@ from attnlab.kernels.binding import known_names
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import flash
 
 # All keys of a sequence, in ops that read every key from the cache; of ops that get new tokens, those before.
 CONTEXT_LENS = "context_lens"
@@ -233,12 +234,15 @@ class ByName:
         return _formed(value, example, at=0 if has_starts else 1)
 
     def _cache(self, name: str, call: KernelCall) -> torch.Tensor:
-        """Return keys or values in the layout of the function's cache."""
+        """Return keys or values in the layout of the function's cache, with the strides of the call."""
         layout = call.layout
         if layout == "x-split" and call.spec.cache_layout == "flash":
             layout = "flash"
         key, value = in_layout(call.key_cache, call.value_cache, layout)
-        return (key if name == "key_cache" else value).contiguous()
+        key, value = key.contiguous(), value.contiguous()
+        if layout == "flash":
+            key, value = flash(key, value, call.strides)
+        return key if name == "key_cache" else value
 
 
 def _needed(call: KernelCall) -> dict[str, bool]:
