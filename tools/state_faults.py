@@ -19,9 +19,12 @@ from typing import Any
 
 import source_mutation
 
+from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.vllm.source import Source, find_source
-from attnlab.library.op import package_of
-from attnlab.linear.state_case import STATE_OPS
+from attnlab.library.op import StateOp, package_of
+from attnlab.linear.run import SourceRunner
+from attnlab.linear.state_call import make_call
+from attnlab.linear.state_case import STATE_OPS, variants_of
 from attnlab.linear.state_check import check_op
 
 PLANTED = Path(__file__).parents[1] / "docs" / "state-faults.json"
@@ -43,15 +46,33 @@ def outcome(source: Source, op: str, file: Path, text: str) -> list[dict[str, An
         return [one.to_dict() for one in found.findings]
 
 
+def lines_that_run(op: StateOp, source: Source) -> set[tuple[str, int]]:
+    """Return the files and lines of kernels that some cases of an op run."""
+    run, probe = SourceRunner(source=source), Probe(records=True)
+    with probing(probe):
+        for case in list(variants_of(op).values())[:3]:
+            run(make_call(case))
+    return {
+        line for launch in probe.launches for program in launch.programs for line in program.lines
+    }
+
+
 def by_rule(faults: list[dict[str, str]], sources: dict[str, Source], seed: int) -> Any:
-    """Yield faults by rule in the files of those by hand, in a drawn order without end."""
-    draw = random.Random(seed)
+    """Yield faults by rule in lines that run, in the files of those by hand, in a drawn order without end."""
+    draw, ran = random.Random(seed), dict[str, set[tuple[str, int]]]()
     places = sorted({(one["op"], one["file"]) for one in faults})
     while True:  # the caller ends it
         op, name = draw.choice(places)
-        file = file_of(sources[STATE_OPS[op].library], name)
+        source = sources[STATE_OPS[op].library]
+        file = file_of(source, name)
         text = file.read_text()
-        mutant = draw.choice(source_mutation.mutants(text))
+        if op not in ran:
+            ran[op] = lines_that_run(STATE_OPS[op], source)
+        known = {line for path, line in ran[op] if Path(path) == file}
+        mutants = [one for one in source_mutation.mutants(text) if one.line in known]
+        if not mutants:
+            continue
+        mutant = draw.choice(mutants)
         yield {"op": op, "file": name, "name": mutant.text}, mutant.apply(text)
 
 

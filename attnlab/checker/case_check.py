@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,7 +42,7 @@ from attnlab.checker.case_run import (
     versions,
 )
 from attnlab.checker.coverage import relative_points
-from attnlab.checker.finding import Finding
+from attnlab.checker.finding import UNNAMED, Finding
 from attnlab.checker.horizons import horizon_verdict
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
@@ -73,6 +74,7 @@ _SIDE_FINDINGS = {
     LSE: ("wrong_lse", "logarithm of the sum"),
     PADDING: ("wrong_output", "both parts empty"),
 }
+_SMALL_BLOCKS = "; correct with small block numbers"
 NOT_DETERMINISTIC = "not_deterministic"
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
@@ -85,8 +87,11 @@ def check_case(
     backend: Backend,
     case: Case,
     on_run: Callable[[Case, CaseRun], None] = lambda case, run: None,
+    names: bool = True,
 ) -> list[Finding]:
     """Return the faults and observations of a Case.
+
+    ``names``: look for what explains a wrong output; without, :func:`named` does it later.
 
     The Case runs with NaN in the empty slots and, if that output is correct, once more with finite
     garbage in them; both outputs must have the same bits. The second run is left out if the first one was
@@ -102,6 +107,8 @@ def check_case(
     on_run(case, run)
     findings = [*observations(case, run.memory), *wrong_accesses(case, run)]
     wrong = _check_output(lab, backend, case, run)
+    if names and wrong is not None:
+        wrong = named(lab, backend, wrong)
     return [*findings, *([wrong] if wrong is not None else _check_side_outputs(lab, case, run))]
 
 
@@ -219,26 +226,41 @@ def _wrong_output(
     output_of_zeros = run_case(lab, backend, zeros).output
     if case.freed != "kept" and (found := _wrong_if_plainer(lab, backend, zeros, freed="kept")):
         return found  # a rule cannot be named while what it reads is gone
-    diagnosis_of_zeros = confirmed(lab, backend, zeros, _diagnose(lab, zeros, output_of_zeros))
-    if not diagnosis_of_zeros.is_wrong:
+    seen = _diagnose(lab, zeros, output_of_zeros)
+    if not seen.is_wrong:
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
         return _finding(case, "wrong_output", text, "contents of the output buffer")
-    text = diagnosis_of_zeros.evidence
-    if case.alibi and case.sliding_window and _is_correct(lab, backend, zeros.replace(alibi=False)):
+    text = _with_what_rights_it(lab, backend, zeros, seen.evidence)
+    if layout or text.endswith(_SMALL_BLOCKS):
+        label = f"block {_FAR}" if text.endswith(_SMALL_BLOCKS) else layout
+        return _finding(zeros, "wrong_output", text, label)
+    names = tuple(sorted(one.name for one in seen.explanations))
+    return dataclasses.replace(_finding(zeros, "wrong_output", text, UNNAMED), names=names)
+
+
+def _with_what_rights_it(lab: Lab, backend: Backend, case: Case, text: str) -> str:
+    """Return the evidence of a wrong output with a feature without which it is right, if there is one."""
+    if case.alibi and case.sliding_window and _is_correct(lab, backend, case.replace(alibi=False)):
         text = f"{text}; correct without ALiBi"
-    near = zeros.replace(first_block=0, num_blocks=None)
-    if case.first_block and _is_correct(lab, backend, near):
-        text = f"{text}; correct with small block numbers"
-        return _finding(zeros, "wrong_output", text, f"block {_FAR}")
-    label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
-    found = _finding(zeros, "wrong_output", text, label)
-    return (
-        found
-        if layout
-        else dataclasses.replace(
-            found, **evidence_fields(lab, zeros, output_of_zeros, diagnosis_of_zeros, label)
-        )
-    )
+    near = case.replace(first_block=0, num_blocks=None)
+    is_far = case.first_block and _is_correct(lab, backend, near)
+    return f"{text}{_SMALL_BLOCKS}" if is_far else text
+
+
+def named(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    """Return a finding of a wrong output with what explains it; any other finding as it is."""
+    if finding.diagnosis != UNNAMED:
+        return finding
+    case, text = finding.case, finding.evidence
+    output = run_case(lab, backend, case).output
+
+    def name() -> Finding:
+        diagnosis = confirmed(lab, backend, case, _diagnose(lab, case, output))
+        label = evidence_label(lab, backend, case, output, diagnosis)
+        fields = evidence_fields(lab, case, output, diagnosis, label)
+        return dataclasses.replace(_finding(case, "wrong_output", text, label), **fields)
+
+    return _stated((lab, backend), {case: output}, name) or finding
 
 
 def _unwritten_rows(lab: Lab, backend: Backend, case: Case, output: torch.Tensor) -> list[int]:
@@ -475,7 +497,7 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
         elif finding.kind in (OUT_OF_BOUNDS, INT32_WRAP):
             found = wrong_accesses(case, run_case(lab, backend, case))
         else:
-            found = check_case(lab, backend, case)
+            found = check_case(lab, backend, case, names=finding.kind == "wrong_output")
     except AttnLabError:
         return None
     return next(
@@ -568,8 +590,9 @@ Verdict = dict[str, Any]
 class CheckJob(Job):
     """Checks cases of one or more libraries.
 
-    ``libraries``: the backends by name. A payload has the name of its ``library``, and either a ``case``
-    or a ``finding`` to shrink. ``coverage``: record which points of the kernels a case reaches.
+    ``libraries``: the backends by name. A payload has the name of its ``library``, and either a ``case``, the
+    ``findings`` of a set of cases to name, or a ``finding`` to shrink. ``coverage``: record which points of
+    the kernels a case reaches.
     """
 
     libraries: dict[str, Backend]
@@ -592,18 +615,19 @@ class CheckJob(Job):
         if "finding" in payload:
             small = shrink(lab, backend, Finding.from_verdict(payload["finding"]))
             verdict = {"finding": small.to_verdict()}
+        elif "findings" in payload:
+            verdict = {"findings": [one.to_verdict() for one in _named(lab, backend, payload)]}
         elif "horizon" in payload:
             case = Case.from_dict(payload["case"])
             verdict = horizon_verdict(backend, case, payload["horizon"])
-        elif self.coverage:
-            with measuring() as measured:
-                verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
-            verdict["points"] = relative_points(backend, measured.points)
-            verdict["arguments"] = {n: sorted(facts) for n, facts in measured.arguments.items()}
         else:
-            verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
-        found: Verdict = json_value(verdict)
-        return found
+            case, names = Case.from_dict(payload["case"]), not payload.get(UNNAMED)
+            with measuring() if self.coverage else nullcontext() as measured:
+                verdict = case_verdict(lab, backend, case, names)
+            if measured is not None:
+                verdict["points"] = relative_points(backend, measured.points)
+                verdict["arguments"] = {n: sorted(facts) for n, facts in measured.arguments.items()}
+        return cast(Verdict, json_value(verdict))
 
     def identity(self) -> dict[str, str]:
         digests = {name: source_digest(backend) for name, backend in self.libraries.items()}
@@ -638,8 +662,18 @@ class _State:
         return backend, self._lab
 
 
-def case_verdict(lab: Lab, backend: Backend, case: Case) -> Verdict:
-    """Check a Case and return its verdict.
+def _named(lab: Lab, backend: Backend, payload: dict[str, Any]) -> list[Finding]:
+    """Return the findings of a payload with what explains them; one that cannot run again as it is."""
+    found = [Finding.from_verdict(fields) for fields in payload["findings"]]
+    with remembering():
+        for i, finding in enumerate(found):
+            with suppress(Unsupported, KernelFailed):
+                found[i] = named(lab, backend, finding)
+    return found
+
+
+def case_verdict(lab: Lab, backend: Backend, case: Case, names: bool = True) -> Verdict:
+    """Check a Case and return its verdict; ``names``: those of :func:`check_case`.
 
     - ``ran``: whether it counts as run; ``findings``: as :meth:`Finding.to_verdict` returns them.
     - ``unsupported``: a limit that the kernel or the release states, or "".
@@ -656,9 +690,10 @@ def case_verdict(lab: Lab, backend: Backend, case: Case) -> Verdict:
             reads.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
 
     try:
+        backend.check_features(case)
         if is_callers_fault(lab, case):
             return {**verdict, **reads}
-        findings = check_case(lab, backend, case, count)
+        findings = check_case(lab, backend, case, count, names)
     except (DeviceLost, OutOfMemory):
         raise
     except (Unsupported, InvalidCase) as error:  # InvalidCase: a field that this release's op lacks

@@ -335,32 +335,35 @@ def observations(case: Case, memory: MemoryReport | None) -> Iterable[Finding]:
 
 # Labels of wrong outputs by evidence: a rule about addresses or the softmax, or else that of an X-ray.
 #
-# What is stated of a case depends on that case alone, so that shards, workers and an interrupted check
-# state the same. Only while one finding is shrunk is what explained one case's output tried on the next
-# first.
+# A check runs all cases first. Then it names wrong outputs, together those of one op that the same faults
+# may explain: what further cases confirmed for one output is tried on the next first. The sets depend on
+# the cases of a shard alone, so that any number of workers and an interrupted check state the same.
 #
 # Two faults with different rules get different labels, and one fault that shows in several cases gets one,
 # which the name that an output alone suggests does not ensure.
 
-MOST_SEARCHES = 4  # for rules, while one finding is shrunk
+MOST_SEARCHES = 4  # for rules, while one finding is shrunk or one set of cases is named
+_MOST_XRAYS = 2  # of these searches, those that also X-ray the kernel
 _UNNAMED = ("described", "unexplained")  # diagnoses without a defect or a rule
-_MOST_REFUSALS = 2  # cases of one finding in which a name is tried and not confirmed
+# Cases in which a name is tried and not confirmed, while a set of cases is named and one finding is shrunk
+_MOST_REFUSALS, _FEW_REFUSALS = 6, 2
 _XRAY_S = 3.0  # time for the search for a description
 _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
 
 
 class Rules:
-    """What was found out about the cases of one finding; ``confirmed`` and ``label`` mutate it.
+    """What was found out about cases of one fault; ``confirmed`` and ``label`` mutate it.
 
     ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays.
-    ``names``: defects that further cases confirmed;
-    ``refused``: how often they did not. ``searches``: how often something new may be looked for.
+    ``names``: defects that further cases confirmed; ``refused``: how often they did not, up to ``refusals``.
+    ``searches``, ``xrays``: how often something new may be looked for.
     """
 
-    def __init__(self, searches: int = MOST_SEARCHES) -> None:
+    def __init__(self, searches: int = MOST_SEARCHES, refusals: int = _MOST_REFUSALS) -> None:
         self.found: list[tuple[Defect, str]] = []
         self.weights: list[Description] = []
-        self.searches = searches
+        self.searches, self.refusals = searches, refusals
+        self.xrays = min(searches, _MOST_XRAYS)
         self.names = set[str]()
         self.refused = Counter[str]()
 
@@ -377,7 +380,7 @@ class Rules:
                 "less likely",
                 "{names}: not confirmed",
             )
-        if names and max(self.refused[name] for name in names) < _MOST_REFUSALS:
+        if names and max(self.refused[name] for name in names) < self.refusals:
             # Of a size that a name states, longer sequences refute others.
             has_size = any(DEFECTS[name].variants for name in names if name in DEFECTS)
             cases = further_cases if has_size else second_cases
@@ -413,9 +416,9 @@ class Rules:
 
     def _new_weights(self, lab: Lab, case: Case) -> str:
         """Return the rule of an X-ray of the kernel; "" if the case is too large, or for no clear rule."""
-        slots = case.total_blocks * case.block_size
-        if case.lengths.num_tokens * case.num_heads * slots > _MOST_WEIGHTS:
+        if not self.xrays or weights_of(case) > _MOST_WEIGHTS:
             return ""
+        self.xrays -= 1
         seen = xray(case, lab=lab, limit_s=_XRAY_S)
         if seen.status != "described" or seen.description is None:
             return ""
@@ -423,16 +426,27 @@ class Rules:
         return seen.description.text
 
 
+def weights_of(case: Case) -> int:
+    """Return how many attention weights an X-ray of a Case measures: rows × heads × slots."""
+    slots = case.total_blocks * case.block_size
+    return case.lengths.num_tokens * case.num_heads * slots
+
+
 _REMEMBERED: ContextVar[Rules | None] = ContextVar("remembered", default=None)
 
 
 @contextmanager
-def remembering(finding: Finding) -> Iterator[None]:
-    """Within, try on each case first what explained the cases before; all must be smaller ones of a finding.
+def remembering(finding: Finding | None = None) -> Iterator[None]:
+    """Within, try on each case first what explained the cases before; all may show one fault.
 
-    If nothing explains the finding itself, nothing is looked for: a case that a rule explains shows another.
+    Nothing new is looked for in smaller cases of a ``finding`` but the rule that explains it, if one does.
     """
-    token = _REMEMBERED.set(Rules(0 if finding.diagnosis in _UNNAMED else MOST_SEARCHES))
+    if finding is None:
+        rules = Rules()
+    else:
+        has_rule = not finding.names and finding.diagnosis not in _UNNAMED
+        rules = Rules(MOST_SEARCHES if has_rule else 0, _FEW_REFUSALS)
+    token = _REMEMBERED.set(rules)
     try:
         yield
     finally:

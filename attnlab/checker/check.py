@@ -116,7 +116,7 @@ def check(
     plan = Plan(
         backend=backend,
         ops=tuple(chosen),
-        platform=platform or _usual_platform(chosen),
+        platform=platform or usual_platform(chosen),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
@@ -175,7 +175,7 @@ def release_plan(
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),
-        platform=platform or _usual_platform(known),
+        platform=platform or usual_platform(known),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
@@ -184,7 +184,7 @@ def release_plan(
     )
 
 
-def _usual_platform(ops: Sequence[str]) -> str:
+def usual_platform(ops: Sequence[str]) -> str:
     """Return the platform that is modelled if none is given: sm_90, or the first one that the ops have."""
     return (
         _PLATFORM if any(not OPS[op].platforms for op in ops) else (OPS[ops[0]].platforms or ())[0]

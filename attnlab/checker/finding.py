@@ -48,6 +48,7 @@ OBSERVATIONS = {
     "reads_empty_slots": "a kernel reads unwritten slots of the sequence's own blocks",
     "reads_outside_window": "a kernel reads tokens before the sliding window of every row",
 }
+UNNAMED = "unnamed"  # the diagnosis of a wrong output before what explains it was looked for
 # Diagnoses that are neither a defect of the catalogue nor a rule, in words.
 _IN_WORDS = {
     "empty slots": "the output depends on what slots hold that were never written",
@@ -67,6 +68,7 @@ _IN_WORDS = {
     "slot without owner": "the cache holds wrong bytes in a slot without a token",
     "rows_never_written": "rows of the output keep what its buffer held",
     "unexplained": "the output is wrong, and no known fault explains it",
+    UNNAMED: "the output is wrong, and the search for what explains it did not end",
     "FP8 query without a scale": "FP8 queries are accepted, and the op has no argument for their scale",
     "FP8 cache without a scale": "FP8 caches are accepted, and the op has no argument for a scale",
     "FP8 cache without scales": "FP8 caches are accepted, and the op has no arguments for their scales",
@@ -183,7 +185,8 @@ class Finding(Shown):
         names = tuple(name for name in self.names if name in other.names)
         if not names:
             return joined
-        diagnosis = names[0] if len(names) == 1 else self.diagnosis
+        is_single = len(names) == 1 and self.diagnosis != UNNAMED
+        diagnosis = names[0] if is_single else self.diagnosis
         texts = (one.description for one in (self, other) if set(one.names) == set(names))
         text = next(texts, self.description)
         return dataclasses.replace(joined, names=names, diagnosis=diagnosis, description=text)

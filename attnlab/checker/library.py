@@ -12,7 +12,7 @@ from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.op_arguments import NONE
 from attnlab.checker.case_run import lab_of
 from attnlab.checker.finding import KINDS, Finding, KnownFinding
-from attnlab.checker.plan import FAULTS, Plan
+from attnlab.checker.plan import FAULTS, Plan, named_outcomes, naming_tasks
 from attnlab.checker.report import NotRun, Report, build_report
 from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.location.lines import locate_lines
@@ -32,7 +32,7 @@ __all__ = ["NotRun", "Progress", "Report", "check_library"]
 class Progress:
     """How far a check has come.
 
-    - ``step``: "cases" or "shrinking"; ``done``, ``total``: its tasks.
+    - ``step``: "cases", "naming" or "shrinking"; ``done``, ``total``: its tasks.
     - ``ops_done``, ``ops``: ops all of whose cases have a verdict, and all ops.
     - ``findings``: cases with a fault so far; ``remaining_s``: estimate for this step, None at first.
     """
@@ -83,6 +83,7 @@ def check_library(
         engine = engine or stack.enter_context(InProcess())
         run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
         run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
+        name_outputs(run, tasks, on_progress)
         shrinking = scheduled(plan.shrink_tasks(tasks, run.outcomes, shard), is_limited=False)
         run.run(shrinking, watching("shrinking", shrinking, on_progress))
     report = build_report(
@@ -97,6 +98,20 @@ def check_library(
     if reasons and not report.cases_run:
         raise Unavailable(reasons[0])
     return report
+
+
+def name_outputs(run: TaskRun, tasks: Sequence[Task], on_progress: OnProgress) -> None:
+    """Look for what explains the wrong outputs of cases that ran, also when the time for cases is up."""
+    naming = scheduled(naming_tasks(tasks, run.outcomes), is_limited=False)
+    of_key, note = {task.key: task for task in naming}, watching("naming", naming, on_progress)
+
+    def keep(outcome: Outcome) -> None:
+        for one in named_outcomes(of_key[outcome.key], outcome, run.outcomes):
+            run.keep(one)
+        note(outcome)
+
+    if naming:
+        run.engine.run(run.job, naming, keep, run.stop)
 
 
 def scheduled(tasks: Sequence[Task], is_limited: bool) -> list[Task]:
@@ -144,8 +159,9 @@ def watching(
 
 
 def _op(task: Task) -> str:
-    fields = task.payload.get("case") or task.payload["finding"]["case"]
-    return str(fields.get("op", ""))
+    if "case" in task.payload:
+        return str(task.payload["case"].get("op", ""))
+    return str((task.payload.get("finding") or task.payload["findings"][0])["op"])
 
 
 def is_fault(outcome: Outcome) -> bool:
@@ -163,7 +179,8 @@ def merged_check(
 ) -> Report:
     """Return the report of a check from what :func:`attnlab.tasks.store.merged_stores` returns.
 
-    It equals that of a check in one piece, except that ``seconds`` is the sum of the cases' times.
+    It equals that of a check in one piece, except that ``seconds`` is the sum of the cases' times, and that
+    each shard has named the wrong outputs of its own cases.
     """
     limit_s = header["options"]["case_seconds"]
     return build_report(

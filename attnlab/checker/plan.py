@@ -3,7 +3,7 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -14,9 +14,9 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.case_check import MAX_TRIES, CheckJob
-from attnlab.checker.case_run import source_digest, versions
+from attnlab.checker.case_run import source_digest, versions, weights_of
 from attnlab.checker.coverage import functions_of
-from attnlab.checker.finding import Finding, op_locations
+from attnlab.checker.finding import UNNAMED, Finding, op_locations
 from attnlab.checker.horizons import COST_S, has_horizons, ops_with_files
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.kernels.backend import Backend
@@ -131,6 +131,7 @@ FAULTS = {
     OUT_OF_MEMORY: "out of memory",
 }
 _SHRINK_COST = 8.0  # of a finding, in times of its case
+_NAMING_COST = 4.0  # at most, of a finding, in times of the limit of its case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +186,7 @@ class Plan:
         key = cost_key(case)
         return Task(
             key=f"{self._prefix}{key}/{digest_of(case)}",
-            payload={"library": self.library, "case": case.changes()},
+            payload={"library": self.library, "case": case.changes(), UNNAMED: True},
             cost_s=cost_s(self.costs, key),
             memory_bytes=estimated_bytes(case, self.backend),
             limit_s=self.case_limit_s,
@@ -356,6 +357,56 @@ def findings_of(task: Task, outcome: Outcome) -> list[Finding]:
             flags=() if task.limit_s is None else ("--seconds", f"{task.limit_s:g}"),
         )
     ]
+
+
+_MOST_NAMED = 40  # findings that one task names
+
+
+def naming_tasks(tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
+    """Return the tasks that name the wrong outputs of cases, those together that the same faults may explain.
+
+    The smallest cases come first where a rule is looked for, because that takes less time there.
+    """
+    sets: dict[tuple[str, str, tuple[str, ...]], list[tuple[Task, Finding]]] = {}
+    for task in tasks:
+        outcome = outcomes.get(task.key)
+        for one in () if outcome is None else findings_of(task, outcome):
+            if one.diagnosis == UNNAMED:
+                key = (task.payload["library"], one.op, one.names)
+                sets.setdefault(key, []).append((task, one))
+    found = []
+    for (_, _, names), whole in sets.items():
+        if not names:
+            whole.sort(key=lambda one: weights_of(one[1].case))
+        for i in range(0, len(whole), _MOST_NAMED):
+            found.append(_naming_task(whole[i : i + _MOST_NAMED]))
+    return found
+
+
+def _naming_task(of: Sequence[tuple[Task, Finding]]) -> Task:
+    first, limits = of[0][0], [task.limit_s for task, _ in of if task.limit_s is not None]
+    return Task(
+        key=f"name/{first.key}",
+        payload={
+            "library": first.payload["library"],
+            "keys": [task.key for task, _ in of],
+            "findings": [one.to_verdict() for _, one in of],
+        },
+        cost_s=sum(task.cost_s for task, _ in of),
+        memory_bytes=max(task.memory_bytes for task, _ in of),
+        limit_s=_NAMING_COST * sum(limits) if limits else None,
+    )
+
+
+def named_outcomes(task: Task, outcome: Outcome, outcomes: Outcomes) -> Iterator[Outcome]:
+    """Yield the outcomes of the cases of a naming task with the findings that it returned."""
+    if outcome.verdict is None:
+        return
+    for key, fields in zip(task.payload["keys"], outcome.verdict["findings"], strict=True):
+        old = outcomes[key]
+        assert old.verdict is not None
+        found = [fields if f["diagnosis"] == UNNAMED else f for f in old.verdict["findings"]]
+        yield replace(old, verdict={**old.verdict, "findings": found})
 
 
 def shrink_task(task: Task, finding: Finding) -> Task:

@@ -170,7 +170,7 @@ def _add_files(group: Any) -> None:
     flag(
         group,
         "--report FOLDER",
-        "for each finding of a vLLM, the text of an issue and a script that reproduces it without "
+        "for each finding of a library, the text of an issue and a script that reproduces it without "
         "attnlab",
     )
 
@@ -253,10 +253,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         args.source = source_path(str(args.source), package_of(args.library))
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
-    is_vllm = args.library == "vllm" and (args.source or args.installed)
-    if args.report is not None and (args.csrc or not is_vllm):
+    has_library = args.kernel is None and (args.source or args.installed)
+    if args.report is not None and (args.csrc or not has_library):
         raise InvalidCase(
-            "report must be given with a vLLM: --source PATH or --installed", field="report"
+            "report must be given with a library: --source PATH or --installed", field="report"
         )
     if (
         args.known is not None and args.kernel is None
@@ -333,7 +333,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
         return report
     from attnlab.reports.upstream import write_reports
 
-    written = write_reports(report.findings, args.report, report.version, backend.device)
+    written = write_reports(report.findings, args.report, report.version, backend.device, backend)
     return dataclasses.replace(report, reports=[str(path) for path in written])
 
 
@@ -369,7 +369,11 @@ def _is_measured(args: argparse.Namespace) -> bool:
 
 def step_text(title: str, progress: "Progress") -> str:
     """Return how far a check has come, in words."""
-    steps = {"shrinking": ": shrinking the findings", "native": ": the findings on a GPU"}
+    steps = {
+        "naming": ": looking for causes",
+        "shrinking": ": shrinking the findings",
+        "native": ": the findings on a GPU",
+    }
     parts = [title + steps.get(progress.step, "")]
     if progress.findings:
         parts.append(f"{progress.findings} with a fault")

@@ -353,15 +353,20 @@ def with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
     return case.replace(platform=platform), "machine"
 
 
-def add_kernel_flag(group: Any, *, has_call: bool = True) -> None:
-    """Add --kernel; ``has_call``: to a command that has --call, too."""
+def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = True) -> None:
+    """Add --kernel, and the same without --kernel; ``has_call``: to a command that has --call, too."""
     of_call = (
         "; of a call also origin: the installed op that the call names, whose module is imported"
         if has_call
         else ""
     )
     text = "your kernel, FILE.py:FUNCTION or MODULE:FUNCTION; the same as --backend"
+    group = group.add_mutually_exclusive_group()
     group.add_argument("--kernel", metavar="NAME", help=text + of_call)
+    if is_positional:
+        group.add_argument(
+            "kernel", nargs="?", metavar="KERNEL", default=argparse.SUPPRESS, help="as --kernel"
+        )
 
 
 def add_library(group: Any, text: str = "the library (default: %(default)s)") -> None:
@@ -382,7 +387,7 @@ def add_map_flag(
     ``has_call``: the command reads calls in other formats, whose names --map also states. Attributes of the
     flags: ``op`` names the op, ``backend`` what runs it, and ``call_op`` then the op that describes a call.
     """
-    group.set_defaults(foreign_op=(op, backend, call_op), call_op=None)
+    group.set_defaults(foreign_op=(op, backend, call_op), call_op=None, maps_call=has_call)
     of_call = (
         "; without such an op, FIELD=KEY,…: the key of each field in a dict of tensors, for example "
         "query=q,key_cache=k; numbers are values"
@@ -394,6 +399,13 @@ def add_map_flag(
         help="with --op MODULE:FUNCTION: the value of a parameter whose name no record has, as in the record "
         f"of an op; repeatable{of_call if has_call else ''}",
     )
+
+
+def read_map(args: argparse.Namespace) -> dict[str, str] | None:
+    """Return the key of each field of --map, or None without it. Raises InvalidCall."""
+    from attnlab.recorder.dumps import parse_names
+
+    return None if args.map is None else parse_names(",".join(args.map))
 
 
 def take_foreign_op(args: argparse.Namespace) -> None:
@@ -408,6 +420,9 @@ def take_foreign_op(args: argparse.Namespace) -> None:
     given = getattr(args, key) or []
     ops = given if isinstance(given, list) else [given]
     if not any(":" in op for op in ops):
+        if args.map is not None and not (args.maps_call and args.call):
+            of_call = " or with a call" if args.maps_call else ""
+            raise InvalidCase(f"map must be given with op MODULE:FUNCTION{of_call}", field="map")
         return
     if len(ops) > 1:
         raise InvalidCase("op MODULE:FUNCTION must be the only op", field="op")

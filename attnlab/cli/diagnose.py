@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the output to diagnose (default: run the Case)")
     group.add_argument(
-        "--output-file",
-        type=Path,
-        metavar="FILE",
-        help="a safetensors file with the output of the Case, as the tensor 'output'",
-    )
-    group.add_argument(
         "--call",
         type=Path,
         metavar="PATH",
@@ -39,6 +33,17 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--kernel or --backend) for reruns, varied calls, an X-ray and source lines",
     )
     command.add_kernel_flag(group)
+    _add_other_flags(parser, group)
+
+
+def _add_other_flags(parser: argparse.ArgumentParser, group: Any) -> None:
+    """Add the flags that diagnose and page share; ``group``: those of what is diagnosed."""
+    group.add_argument(
+        "--output-file",
+        type=Path,
+        metavar="FILE",
+        help="a safetensors file with the output of the Case, as the tensor 'output'",
+    )
     command.add_map_flag(group, has_call=True)
     group.add_argument(
         "--no-location",
@@ -72,10 +77,9 @@ def _of_call(
     from attnlab.diagnosis.location.trials import FULL
     from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
-    from attnlab.recorder.dumps import parse_names, read_call
+    from attnlab.recorder.dumps import read_call
 
-    names = None if args.map is None else parse_names(",".join(args.map))
-    call = read_call(args.call, names, op=op)
+    call = read_call(args.call, command.read_map(args), op=op)
     if args.kernel == ORIGIN:
         runner: Backend | None = backend_of_origin(call, args.device)
     else:
@@ -155,22 +159,22 @@ def _script(one: _Diagnosed, case: Case, given: Sequence[str]) -> tuple[str, str
 
 
 def _add_page_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
+    group = parser.add_argument_group("what to diagnose")
+    group.add_argument(
+        "call",
         type=Path,
         metavar="CALL",
         help="a call, as diagnose --call reads it, or the .json file of a Case",
     )
-    _add_flags(parser)
+    command.add_kernel_flag(group, is_positional=False)
+    _add_other_flags(parser, group)
 
 
 def _page(args: argparse.Namespace) -> int:
     """Diagnose a call or a Case, and write the page."""
-    if args.what.suffix == ".json":
-        args.case = str(args.what)
-    else:
-        args.call = args.what
-    args.html = args.html or Path(f"{args.what.stem}.html")
+    args.html = args.html or Path(f"{args.call.stem}.html")
+    if args.call.suffix == ".json":
+        args.case, args.call = str(args.call), None
     code = _run(args)
     if not args.json:
         print(f"written: {args.html}")

@@ -91,10 +91,9 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
         refuse("op", f"one of {', '.join(OPS)}", args.op)
     check_input_path(args.call)
 
-    from attnlab.recorder.dumps import parse_names, read_call
+    from attnlab.recorder.dumps import read_call
 
-    names = None if args.map is None else parse_names(",".join(args.map))
-    return read_call(args.call, names, op=args.op), case, given
+    return read_call(args.call, command.read_map(args), op=args.op), case, given
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "the release and the backend are used",
     )
     command.add_kernel_flag(group)
-    command.add_map_flag(group)
+    command.add_map_flag(group, has_call=True)
     flag(
         group,
         "--limit-s S",
@@ -128,7 +128,7 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
                 for name in ("platform", "release")
                 if getattr(args, f"field_{name}") is not None
             ]
-            call = read_call(args.call, op=args.call_op)
+            call = read_call(args.call, command.read_map(args), op=args.call_op)
             is_origin = args.kernel == ORIGIN
             if args.field_backend is None and case.backend == "model" and not is_origin:
                 raise InvalidCase(NO_RUNNER, field="backend")
@@ -152,7 +152,7 @@ COMMAND = Command(
     purpose="Measure a kernel's effective attention weights, and describe how they differ.",
     examples=(
         "attnlab xray --query-lens 5,1 --ctx-lens 40,33 --num-heads 4",
-        "attnlab xray --kernel mine.py:my_attention --query-lens 5,1 --ctx-lens 40,33 --html xray.html",
+        "attnlab xray mine.py:my_attention --query-lens 5,1 --ctx-lens 40,33 --html xray.html",
         "attnlab xray --call call.safetensors --source vllm-0.33.0.whl",
     ),
     exit_codes="0 the weights are right, up to precision; 1 they are not, or it cannot be decided",

@@ -270,7 +270,7 @@ class RepairClaim:
       numbers there.
     - ``untouched``: the number of further cases that are wrong with the same bits with the edit and without
       it, because the same fault, or another, is elsewhere, too: in a second kernel, for example.
-    - ``others``: other edits that pass the same cases.
+    - ``others``: other edits that pass the same cases. ``subject``: what is right with the edit.
     """
 
     repair: Repair
@@ -280,6 +280,7 @@ class RepairClaim:
     is_stated: bool = True
     untouched: int = 0
     others: tuple[Repair, ...] = ()
+    subject: str = "the output is"
 
     @property
     def file(self) -> str:
@@ -312,7 +313,7 @@ class RepairClaim:
             f"; in {self.untouched} other {_cases(self.untouched)} it stays wrong, without a change"
         )
         return (
-            f"{what} the output is right, here and in {self.cases} further "
+            f"{what} {self.subject} right, here and in {self.cases} further "
             f"{_cases(self.cases)}{finite}{other}{rest if self.untouched else ''}"
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -25,6 +26,7 @@ from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash
 from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.formats import coarse_step
 
 Arguments = dict[str, Any]
 _MOST_BEFORE = 1 << 28  # elements of blocks that are copied before the lowest of the block table
@@ -193,6 +195,47 @@ def _seen(call: KernelCall, firsts: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
+def _four_bit_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return keys in E4M3 and values in 4 bits with their scale and least number in float16, [blocks,
+    block_size, heads, 3 * head_size / 2 + 4] uint8 (ops/triton_turboquant_store.py, 0.33.0)."""
+    step = coarse_step(value)
+    numbers = (value.float() / step + 8).nan_to_num(0.0).to(torch.uint8).unflatten(-1, (-1, 2))
+    lost = torch.where(value.isnan().any(-1, keepdim=True), torch.nan, 1.0)
+    parts = torch.cat([step * lost, -8 * step * lost], -1).half().contiguous().view(torch.uint8)
+    keys = key.float().to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat([keys, numbers[..., 0] | (numbers[..., 1] << 4), parts], -1)
+
+
+_LATENT, _APART = (
+    512,
+    64,
+)  # of DeepSeek's MLA: the latent, which is the value, and the rest of the key
+
+
+def _latent(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value and the first half of a key as a latent, and the other half apart, [..., 576]."""
+    half, pad = key.shape[-1] // 2, torch.nn.functional.pad
+    latent = torch.cat([value, key[..., :half]], -1)
+    parts = (pad(latent, (0, _LATENT - latent.shape[-1])), pad(key[..., half:], (0, _APART - half)))
+    return torch.cat(parts, -1)
+
+
+def _seen_slots(call: KernelCall) -> torch.Tensor:
+    """Return the places of the keys that each row and KV head sees, in a list of the heads of all slots,
+    [tokens * kv_heads, 1, n] int32, -1 after them; n is a multiple of 16."""
+    size, width = call.block_size, -(-int(call.seq_lens.max()) // 16) * 16
+    heads = torch.arange(call.key.shape[1])[:, None]
+    found = torch.full((call.query.shape[0], len(heads), width), -1, dtype=torch.int32)
+    ctx_lens = _context_lens(call).tolist()
+    for seq, (first, end) in enumerate(pairwise(call.query_start_loc.tolist())):
+        every = (call.block_table[seq][:, None] * size + torch.arange(size)).flatten()
+        rows = torch.arange(ctx_lens[seq], ctx_lens[seq] + end - first)
+        seen = mask_of(call, seq).visible(rows, 0)
+        own = torch.where(seen[:, None], every[: seen.shape[1]] * len(heads) + heads, -1)
+        found[first:end, :, : own.shape[2]] = own.int()
+    return found.flatten(0, 1)[:, None].to(call.query.device)
+
+
 def _triton_dtype(call: KernelCall) -> Any:
     """Return the query's dtype as Triton's."""
     interpret_if_possible()
@@ -258,6 +301,15 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "seen": lambda call, target: lambda firsts: _seen(call, firsts),
     "sums": lambda call, target: _sums,
     "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
+    "four_bit_cache": lambda call, target: _four_bit_cache,
+    "latent_query": lambda call, target: _latent(
+        *(
+            one.unflatten(1, (call.key.shape[1], -1)).flatten(0, 1)
+            for one in (call.query, torch.zeros_like(call.query))
+        )
+    ),
+    "latent_cache": lambda call, target: _latent(*_flash(call, target)).flatten(0, 2)[:, None],
+    "seen_slots": lambda call, target: _seen_slots(call),
     "written_cache": lambda call, target: written_cache,
 }
 
@@ -265,7 +317,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
 def known_names() -> frozenset[str]:
     """Return the names that an expression of a record can use."""
     own = (name for name in dir(KernelCall) if not name.startswith("_"))
-    caches = ("flash_key_cache", "flash_value_cache")
+    caches = ("flash_key_cache", "flash_value_cache", "flat_keys", "flat_values")
     return frozenset((*_VALUES, *_BUILTINS, *own, *caches))
 
 
@@ -312,12 +364,17 @@ def _code(text: str) -> CodeType:
     return compile(text, f"<{text}>", "eval")
 
 
+def is_default(value: Any) -> bool:
+    """Answer whether a value stands for a parameter that is not passed."""
+    return value is _DEFAULT
+
+
 def arguments_of(call: KernelCall, target: Target, names: Any = None) -> Arguments:
     """Return the arguments of a call's op by name, of all releases; ``names``: only these."""
     values = Values(call, target)
     texts = call.spec.arguments.items()
     found = {name: evaluate(text, values) for name, text in texts if names is None or name in names}
-    return {name: value for name, value in found.items() if value is not _DEFAULT}
+    return {name: value for name, value in found.items() if not is_default(value)}
 
 
 def bind(
@@ -355,6 +412,8 @@ def finish(call: KernelCall, target: Target, arguments: Arguments, returned: Any
     op = call.spec
     if op.result is not None:
         found = evaluate(op.result, Values(call, target, {**arguments, "returned": returned}))
+        while found.dim() > call.buffer.dim() and len(found) == 1:  # [1, rows, heads, size]
+            found = found[0]
         call.buffer.copy_(found.view(call.buffer.dtype) if found.dtype == torch.uint8 else found)
     elif (written := arguments[op.parameters("output")[0]]) is not call.output:
         call.buffer.copy_(written[: len(call.buffer)])
@@ -365,7 +424,7 @@ def lse_of(
 ) -> torch.Tensor | None:
     """Return the log-sum-exp that the op wrote, [rows, num_heads] float32, or None."""
     given = {**arguments, "returned": returned}
-    if call.spec.lse is None or not names_in(call.spec.lse) <= given.keys():
+    if call.spec.lse is None or names_in(call.spec.lse) & {*call.spec.arguments} - given.keys():
         return None
     found: torch.Tensor | None = evaluate(call.spec.lse, Values(call, target, given))
     return found

@@ -391,7 +391,7 @@ def _check_mapping(made: Op, parameters: Collection[str], mapping: Mapping[str, 
 def _abilities(values: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a record that follow from the values of its arguments."""
     used = frozenset().union(*map(names_in, values))
-    is_flash = bool(used & {"flash_key_cache", "flash_value_cache", "token_slots"})
+    is_flash = bool(used & {"flash_key_cache", "flash_value_cache", "token_slots", "flat_keys"})
     layout = "flash" if is_flash else "x-split" if "key_cache" in used else None
     prefill = layout is None or bool(used & {"query_start_loc", "max_query_len"})
     contract = {name: "any" for name in ("softcap", "sinks") if name in used}

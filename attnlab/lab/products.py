@@ -102,8 +102,8 @@ _TABLE_FIELDS = (
 
 
 def _values(case: Case, names: tuple[str, ...]) -> Key:
-    """Return the values of some fields, in the order of their names."""
-    return tuple(getattr(case, name) for name in names)
+    """Return the values of some fields, by name, and whether the op reads numbers of 4 bits."""
+    return (*(getattr(case, name) for name in names), case.spec.coarse)
 
 
 def _written_format(case: Case) -> str | None:

@@ -111,10 +111,13 @@ class Op:
     - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
       before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``fp8_inside``: names that the op, or a function that it runs, reads in a release with FP8 caches.
     - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
+    - ``two_sided``: without a parameter for it, a window of rows that are not causal has a right side.
     - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
+    - ``coarse``: it reads numbers of 4 bits; a cache has only such (:mod:`attnlab.tensors.formats`).
     - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
     """
 
@@ -151,12 +154,15 @@ class Op:
     strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    fp8_inside: tuple[str, ...] = ()
     frees_blocks: bool = True
+    two_sided: bool = False
     min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False
     split_releases: tuple[str, ...] = RELEASES
     interleave_v_releases: tuple[str, ...] = ()
+    coarse: bool = False
 
     def __post_init__(self) -> None:
         """Set the usual backends: those of vLLM, or that of the library."""
@@ -219,6 +225,11 @@ class Op:
     def sliding_window(self) -> bool:
         """Answer whether it accepts a sliding window."""
         return not self.scores or bool(self.parameters("sliding_window", "window_left"))
+
+    @property
+    def has_right_window(self) -> bool:
+        """Answer whether a window of rows that are not causal has a right side, too."""
+        return self.two_sided or bool(self.parameters("window_right"))
 
     @property
     def alibi(self) -> bool:
@@ -332,14 +343,19 @@ class StateOp:
       :class:`attnlab.linear.state_call.StateCall`. A parameter that the function lacks is not passed.
     - ``result``, ``states``: expressions in these names, the arguments, and ``returned``: the output, and the
       states of all slots after the call; or ``final``, the final states of the sequences.
-    - ``gate``: "head", one number; "key", one for each element of the key. ``raw_gate``: the op computes the
-      gate and beta from what the layer projects. ``delta``: it is a delta rule.
+    - ``gate``: "head", one number; "key", one for each element of the key; "constant", the same for all
+      tokens of a head. ``raw_gate``: the op computes the gate and beta from what the layer projects.
+      ``delta``: it is a delta rule. ``steps``: a state space model, whose gate is -exp(A_log) times a step
+      that also multiplies the value; ``skip``: it adds D times the value to the output. ``scales``: it
+      multiplies the output.
     - ``chunk``: tokens that are computed together, 1 for an op that takes one token after the other.
-    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states.
+    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states. ``rounds``: an op that takes
+      one token after the other multiplies keys and values in their dtype.
     - ``norms``: it can normalise queries and keys. ``groups``: several value heads may share a key head.
     - ``slots``: it reads and writes the states at ``state_indices``; ``num_accepted``: also one state for
       each new token, of which the accepted one is read.
-    - ``one_token``: each sequence has one new token. ``skips``: it leaves out sequences whose slot is
+    - ``one_token``: each sequence has one new token; ``one_sequence``: a call has one. ``square``: keys and
+      values have the same size, a multiple of it. ``skips``: it leaves out sequences whose slot is
       at most 0, and "zeros": their output is 0. ``empty``: sequences may have no token.
     """
 
@@ -355,7 +371,11 @@ class StateOp:
     gate: str = "head"
     raw_gate: bool = False
     delta: bool = True
+    steps: bool = False
+    skip: bool = False
+    scales: bool = True
     chunk: int = 1
+    rounds: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     state_dtypes: tuple[str, ...] = ("float32",)
     norms: bool = True
@@ -363,6 +383,8 @@ class StateOp:
     slots: bool = False
     num_accepted: bool = False
     one_token: bool = False
+    one_sequence: bool = False
+    square: int = 0
     skips: str = ""
     empty: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)

@@ -21,7 +21,8 @@ class StateCall:
     - ``a``, ``b``, ``A_log``, ``dt_bias``: what a layer projects and learns: the gate is
       -exp(A_log) * softplus(a + dt_bias), the logarithm of what a state is multiplied by, and beta is
       sigmoid(b). ``a``: [tokens, num_v_heads], or [tokens, num_v_heads, head_k_dim]; ``b``: [tokens,
-      num_v_heads]; ``A_log``: [num_v_heads]; ``dt_bias``: as a row of ``a``.
+      num_v_heads]; ``A_log``: [num_v_heads]; ``dt_bias``: as a row of ``a``. ``D``: [num_v_heads], by which a
+      state space model multiplies a token's own value.
     - ``query_start_loc``: [num_seqs + 1] int32.
     - ``states``: [num_slots, num_v_heads, head_v_dim, head_k_dim]; slot 0 belongs to no sequence, and slots
       without a sequence hold larger numbers.
@@ -37,6 +38,7 @@ class StateCall:
     b: torch.Tensor
     A_log: torch.Tensor
     dt_bias: torch.Tensor
+    D: torch.Tensor
     query_start_loc: torch.Tensor
     states: torch.Tensor
     state_indices: torch.Tensor
@@ -55,12 +57,40 @@ class StateCall:
     def exact_gate(self) -> torch.Tensor:
         """Return the gate, float64, in the shape of ``a``."""
         decay = self.A_log.double().exp().view(-1, *[1] * (self.a.ndim - 2))
-        return -decay * torch.nn.functional.softplus(self.a.double() + self.dt_bias.double())
+        return -decay * (torch.ones_like(self.step) if self.op.gate == "constant" else self.step)
+
+    @cached_property
+    def step(self) -> torch.Tensor:
+        """Return softplus(a + dt_bias), float64: the step of a state space model."""
+        return torch.nn.functional.softplus(self.a.double() + self.dt_bias.double())
 
     @cached_property
     def beta(self) -> torch.Tensor:
         """Return beta as a layer passes it, in the dtype of the query, [tokens, num_v_heads]."""
         return self.b.double().sigmoid().to(self.query.dtype)
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Return the sequence and the first row of each chunk of each sequence."""
+        seqs = ((seq, self.rows_of(seq)) for seq in range(self.num_seqs))
+        return [(seq, row) for seq, rows in seqs for row in rows[:: self.op.chunk]]
+
+    @property
+    def chunk_starts(self) -> torch.Tensor:
+        """Return the first row of each chunk, and the end, [chunks + 1] int32."""
+        return torch.tensor([*(row for _, row in self.chunks), len(self.query)]).int()
+
+    @property
+    def chunk_seqs(self) -> torch.Tensor:
+        """Return the sequence of each chunk, [chunks] int32."""
+        return torch.tensor([seq for seq, _ in self.chunks]).int()
+
+    @property
+    def last_chunks(self) -> torch.Tensor:
+        """Return the index of the last chunk of each sequence, [num_seqs] int32."""
+        return (
+            torch.searchsorted(self.chunk_seqs, torch.arange(self.num_seqs), right=True) - 1
+        ).int()
 
     @property
     def num_seqs(self) -> int:
@@ -130,13 +160,14 @@ def make_call(case: StateCase) -> StateCall:
         b=(2 * normal(tokens, heads)).to(dtype),
         A_log=0.5 * normal(heads) - 1,
         dt_bias=0.5 * normal(*gate_shape) - 1,
+        D=torch.linspace(0.5, 1.5, heads),
         query_start_loc=_starts(case.query_lens),
         states=states.to(FORMATS[case.state_dtype].dtype),
         state_indices=tables if case.spec_tokens else tables[:, 0].contiguous(),
         num_accepted_tokens=accepted,
         has_initial=has_initial,
         passes_initial=case.initial != "none",
-        scale=key_size**-0.5 if case.scale is None else case.scale,
+        scale=1.0 if not op.scales else key_size**-0.5 if case.scale is None else case.scale,
         use_norm=case.use_norm,
     )
 

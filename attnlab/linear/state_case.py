@@ -85,6 +85,12 @@ class StateCase:
         yield "skipped", self.skipped > 0 and not op.skips, f"0 {of_op}"
         yield "skipped", self.skipped >= len(lens) > 0, "less than the number of sequences"
         yield "spec_tokens", self.spec_tokens > 0 and not op.num_accepted, f"0 {of_op}"
+        yield "scale", self.scale is not None and not op.scales, f"the default {of_op}"
+        sizes = {self.head_k_dim, self.head_v_dim}
+        is_odd = op.square > 0 and (len(sizes) > 1 or self.head_k_dim % op.square > 0)
+        yield "head_v_dim", is_odd, f"head_k_dim, a multiple of {op.square}, {of_op}"
+        yield "query_lens", op.one_sequence and len(lens) != 1, f"one sequence {of_op}"
+        yield "query_lens", not op.empty and 0 in lens, f"above 0 for all sequences {of_op}"
         yield "query_lens", op.one_token and {*lens} != {1}, f"1 for all sequences {of_op}"
         many = op.slots and max(lens) > max(1, self.spec_tokens)
         yield "query_lens", many, f"at most spec_tokens ({self.spec_tokens}), or 1, {of_op}"
@@ -156,6 +162,12 @@ _DECODES: dict[str, dict[str, Any]] = {
     "speculative tokens": {"query_lens": (4, 4, 4), "spec_tokens": 4},
     "fewer tokens than slots": {"query_lens": (4, 2, 1), "spec_tokens": 4},
     "a sequence without a token": {"query_lens": (3, 0, 3), "spec_tokens": 3},
+    "speculative tokens, with several value heads of one key head": {
+        "query_lens": (3, 2, 4),
+        "spec_tokens": 4,
+        "num_k_heads": 2,
+        "num_v_heads": 4,
+    },
     "speculative tokens, and a sequence without a slot": {
         "query_lens": (3, 3, 3),
         "spec_tokens": 3,
@@ -175,12 +187,16 @@ _BOTH: dict[str, dict[str, Any]] = {
 
 def variants_of(op: StateOp) -> dict[str, StateCase]:
     """Return the hostile cases that an op can run, by the reason why they are hostile."""
-    usual = {"query_lens": (1, 1, 1) if op.slots else (70, 3)}
+    plain = plain_fields(op)
+    usual = {"query_lens": (1, 1, 1) if op.slots else (70,) if op.one_sequence else (70, 3)}
     own = {**(_DECODES if op.slots else _PREFILLS), **{n: {**usual, **f} for n, f in _BOTH.items()}}
     found = {}
     for reason, fields in own.items():
+        if op.one_sequence:  # the longest, as many chunks of it
+            longest = max(fields.get("query_lens", usual["query_lens"]))
+            fields = {**fields, "query_lens": (longest * op.chunk // 64,)}
         try:
-            found[reason] = StateCase(op=op.name, **{**plain_fields(op), **fields})
+            found[reason] = StateCase(op=op.name, **{**plain, **fields})
         except InvalidCase:  # what the op does not have
             continue
     return found
@@ -188,8 +204,6 @@ def variants_of(op: StateOp) -> dict[str, StateCase]:
 
 def plain_fields(op: StateOp) -> dict[str, Any]:
     """Return the fields of a case that an op can run, in place of the defaults."""
-    return {
-        "use_norm": op.norms,
-        "query_lens": (1, 1, 1) if op.slots else (70, 3, 1),
-        "dtype": op.dtypes[0],
-    }
+    lens = (1, 1, 1) if op.slots else (150,) if op.one_sequence else (70, 3, 1)
+    sizes = {"head_k_dim": op.square, "head_v_dim": op.square} if op.square else {}
+    return {"use_norm": op.norms, "query_lens": lens, "dtype": op.dtypes[0], **sizes}

@@ -17,17 +17,26 @@ from attnlab.case.errors import (
 )
 from attnlab.case.fields import refuse
 from attnlab.case.shown import Shown, json_fields, json_number
-from attnlab.diagnosis.claims import Claim
+from attnlab.diagnosis.claims import Claim, RepairClaim
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.library.op import StateOp, package_of, state_ops_of
 from attnlab.linear.run import Runner, SourceRunner
 from attnlab.linear.state_case import StateCase, variants_of
-from attnlab.linear.state_claims import StateClaim, Trial, explain, fitting_scopes
+from attnlab.linear.state_claims import (
+    StateClaim,
+    Trial,
+    WeightFacts,
+    explain,
+    fitting_scopes,
+    shows,
+)
 from attnlab.linear.state_facts import facts_of, weight_facts
+from attnlab.linear.state_repair import find_repair, is_repaired
 from attnlab.linear.state_xray import StateWeights, measure
 
 _FEWEST = 3  # wrong trials that an explanation rests on, if cases with other data can give them
 _MOST_TRIES = 24
+_Stated = Claim | RepairClaim
 _OUTSIDE = "a kernel accesses memory outside of its tensors"
 
 
@@ -147,25 +156,51 @@ def check_op(op: StateOp, source: Source, platform: str = "sm_90") -> OpResult:
     return result
 
 
-def statements(trials: Sequence[Trial], run: Runner) -> Iterator[tuple[Claim, list[Trial]]]:
+def statements(trials: Sequence[Trial], run: Runner) -> Iterator[tuple[_Stated, list[Trial]]]:
     """Yield what is stated of the wrong trials, each claim with those that it is about.
 
-    A claim is about at least two cases: where fewer are wrong, the same with other data run, too.
+    A claim is about at least two cases: where fewer are wrong, the same with other data run, too. What no
+    rule explains, and what accesses memory outside of tensors, an edit of the source may explain.
     """
     wrong = [one for one in trials if one.is_wrong]
     more = list(_with_other_data(wrong, run)) if 0 < len(wrong) < _FEWEST else []
-    claims, left = explain([*trials, *more])
-    facts: list[tuple[Claim, list[Trial]]] = []
-    if len(left) > 1:
-        facts = [(facts_of(left, trials, run), left)]
-    elif left:
+    every = [*trials, *more]
+    claims: list[tuple[_Stated, list[Trial]]]
+    claims, left = explain(every)  # type: ignore[assignment]
+    if len(left) == 1:
         further = list(_with_other_data(left, run))
-        again, rest = explain([*(one for one in trials if not one.is_wrong), *left, *further])
+        every += further
+        again, left = explain([*(one for one in trials if not one.is_wrong), *left, *further])
         claims += again
-        if left[0] in rest:
-            alike = [*left, *(one for one in further if one.is_wrong)]
-            facts = [(facts_of(alike, [*trials, *further], run), left)]
-    yield from [*claims, *facts]
+    claims, left = _without_chance(claims, left)
+    outside = [one for _, explained in claims for one in explained if one.found.log.outside]
+    if left or outside:
+        found = find_repair([*left, *outside], [one for one in every if not one.is_wrong], run)
+        if found is not None:
+            left = [one for one in left if one not in found[1]]
+            claims = [found, *((a, b) for a, b in claims if not {*b} <= {*found[1]})]
+    yield from claims
+    if left:
+        yield facts_of(left, every, run), left
+
+
+def _without_chance(
+    claims: Sequence[tuple[_Stated, list[Trial]]], left: list[Trial]
+) -> tuple[list[tuple[_Stated, list[Trial]]], list[Trial]]:
+    """Return the claims without those that as many cases refute as confirm, whose trials are left, too.
+
+    A trial refutes a rule if no claim explains it, and the rule would show in it. A right one does so only if
+    a wrong one does, too: a fault may have a condition.
+    """
+    kept, dropped = list[tuple[_Stated, list[Trial]]](), list[Trial]()
+    for claim, explained in claims:
+        assert isinstance(claim, StateClaim)
+        wrong = sum(shows(one, claim.rule) for one in left)
+        if wrong and wrong + claim.right >= len(explained):
+            dropped += explained
+        else:
+            kept.append((dataclasses.replace(claim, wrong=wrong), explained))
+    return kept, [*left, *dropped]
 
 
 def _with_other_data(trials: Sequence[Trial], run: Runner) -> Iterator[Trial]:
@@ -194,21 +229,19 @@ def _failure(op: StateOp, text: str, shown: list[tuple[str, StateCase]]) -> Stat
 
 
 def _finding(
-    op: StateOp, claim: Claim, explained: list[Trial], reasons: dict[int, str], run: Runner
+    op: StateOp, claim: _Stated, explained: list[Trial], reasons: dict[int, str], run: Runner
 ) -> StateFinding:
     """Return the finding of a claim, with a small case."""
     small = min(explained, key=lambda one: sum(one.case.query_lens))
     small = _shrunk(small, claim, run)
     output = bool(small.deviation.rows.any())
-    is_rule = isinstance(claim, StateClaim)
-    known = claim.text if is_rule else f"no rule explains it: {claim.text}"
-    known = known if claim.said else "no rule explains it"
-    if any(one.found.log.outside for one in explained):
-        known = (
-            f"{_OUTSIDE}; the numbers here are as if: {known}"
-            if is_rule
-            else f"{_OUTSIDE}; {known}"
-        )
+    is_rule = not isinstance(claim, WeightFacts)
+    known = claim.text if is_rule or claim.said else ""
+    known = known if is_rule else ": ".join(filter(None, ("no rule explains it", known)))
+    outside = next((t for one in explained for t in one.found.log.outside.values()), None)
+    if outside is not None and not isinstance(claim, RepairClaim):
+        as_if = "the numbers here are as if: " if is_rule else ""
+        known = f"{_OUTSIDE} ({outside.text()}); {as_if}{known}"
     return StateFinding(
         op=op.name,
         kind="wrong_output" if output else "wrong_state",
@@ -220,7 +253,7 @@ def _finding(
     )
 
 
-def _shrunk(trial: Trial, claim: Claim, run: Runner) -> Trial:
+def _shrunk(trial: Trial, claim: _Stated, run: Runner) -> Trial:
     """Return a trial with fewer or shorter sequences that is still explained; without a rule, still wrong."""
     tries, is_smaller = 0, True
     while is_smaller and tries < _MOST_TRIES:
@@ -231,12 +264,17 @@ def _shrunk(trial: Trial, claim: Claim, run: Runner) -> Trial:
                 one = Trial.of(case, run)
             except AttnLabError:
                 continue
-            if one.is_wrong and (
-                not isinstance(claim, StateClaim) or claim.scope in fitting_scopes(one, claim.rule)
-            ):
+            if one.is_wrong and _is_explained(one, claim, run):
                 trial, is_smaller = one, True
                 break
     return trial
+
+
+def _is_explained(trial: Trial, claim: _Stated, run: Runner) -> bool:
+    """Answer whether a claim explains a wrong trial, too; what is only described is not asked."""
+    if isinstance(claim, StateClaim):
+        return claim.scope in fitting_scopes(trial, claim.rule)
+    return not isinstance(claim, RepairClaim) or is_repaired(trial, claim.repair, run)
 
 
 def _smaller(case: StateCase) -> Iterator[StateCase]:
@@ -320,6 +358,8 @@ def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
         ]
         sentences = [one for one in about if one] or ["wrong, and nothing is common to such cases"]
         sentences += [text for text in weight_facts(weights) if text not in sentences[0]]
+        outside = [one.text() for one in trial.found.log.outside.values()]
+        sentences[:0] = [f"{_OUTSIDE} ({outside[0]})"] if outside else []
     return StateXRay(
         case=case,
         source=found.text(),

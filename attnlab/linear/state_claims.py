@@ -100,13 +100,15 @@ class StateClaim(Claim):
     """A rule that gives the outputs and the states of all cases that it explains.
 
     ``scope``: where it holds, a key of the scopes. ``others``: rules that no case separates from it.
-    ``right``: the number of cases in which it would show and the op is right.
+    ``right``: the number of cases in which it would show and the op is right. ``wrong``: of those in which
+    it would show and the op is wrong in another way.
     """
 
     rule: StateRule
     scope: str = ""
     others: tuple[str, ...] = ()
     right: int = 0
+    wrong: int = 0
 
     @property
     def said(self) -> str:
@@ -115,7 +117,8 @@ class StateClaim(Claim):
         separate = ": no case separates them" if self.others else ""
         where = f"{self.scope}: " if self.scope else ""
         some = f" (not in {self.right} other cases)" if self.right else ""
-        return f"{where}{laws}{separate}{some}"
+        more = f" (in {self.wrong} other wrong cases it does not hold)" if self.wrong else ""
+        return f"{where}{laws}{separate}{some}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,18 @@ class WeightFacts(Claim):
     def said(self) -> str:
         """Return the facts in words."""
         return "; ".join(self.facts)
+
+
+def shows(trial: Trial, rule: StateRule) -> bool:
+    """Answer whether a rule gives something else than what is right."""
+    try:
+        plan = rule.edit(trial.call, trial.plan)
+    except (IndexError, RuntimeError):
+        return False
+    if plan is trial.plan:
+        return False
+    ruled = evaluate(plan)
+    return not deviation(trial.call, ruled.output, ruled.states, trial.right).is_right
 
 
 def fitting_scopes(trial: Trial, rule: StateRule, is_sure: bool = True) -> set[str]:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from attnlab.linear.run import Runner
+from attnlab.linear.state_call import StateCall
 from attnlab.linear.state_claims import Trial, WeightFacts
+from attnlab.linear.state_plan import evaluate
 from attnlab.linear.state_xray import StateWeights, measure
 
 _SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
@@ -22,6 +24,7 @@ _SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
 }
 _SEEN = 1e-5  # a weight above this is one; a right op gives the sources in question exactly 0
 _MOST_LANES = 600  # of a case that is measured
+_MOST_COUNTS = 8  # numbers of tokens whose states are compared with that of a slot
 
 
 def facts_of(trials: Sequence[Trial], every: Sequence[Trial], run: Runner) -> WeightFacts:
@@ -61,6 +64,7 @@ def _of_result(one: Trial) -> Iterator[str]:
     if not bool(rows.any()):
         yield "every output is right, and states after the call are wrong"
         yield from _of_heads(slots.any(0))
+        yield from dict.fromkeys(kind for kind, _ in stored_facts(one))
         return
     if not bool(slots.any()):
         yield "outputs are wrong, and every state after the call is right"
@@ -125,6 +129,79 @@ def _of_ratio(one: Trial, rows: torch.Tensor) -> Iterator[str]:
             yield f"the wrong rows are {factor:.2g} times what they should be"
 
 
+# Slots: whose states rows read and slots get, where these are not the right ones.
+
+
+def slot_kind(call: StateCall, slot: int, seq: int) -> str:
+    """Return what a slot is to a sequence, in words."""
+    owners = torch.nonzero((call.tables == slot).any(1)).flatten().tolist()
+    if seq in owners:
+        return "another slot of their own sequence"
+    if owners:
+        return "the slot of another sequence"
+    return "slot 0, which belongs to no sequence" if slot == 0 else "a slot of no sequence"
+
+
+def read_slots(weights: StateWeights) -> Iterator[tuple[int, int, str]]:
+    """Yield each sequence and slot whose state its rows read and must not, with what the slot is to it."""
+    call, tokens = weights.call, weights.tokens
+    found = weights.by_source().nan_to_num(0.0)[..., tokens:].amax(1) > _SEEN
+    for seq, load in enumerate(call.loads.tolist()):
+        rows = call.rows_of(seq)
+        for slot in torch.nonzero(found[rows.start : rows.stop].any(0)).flatten().tolist():
+            if slot != load:
+                kind = "a state, and must begin from 0" if load < 0 else slot_kind(call, slot, seq)
+                yield seq, slot, kind
+
+
+def stored_facts(one: Trial) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the state of a slot after the call: in general, and for this slot.
+
+    Of a state that is none of those that sequences have before, within and after the call, or several of
+    them within rounding, nothing is yielded.
+    """
+    right = {slot: (seq, n) for seq, some in enumerate(one.plan.stores) for n, slot in some}
+    for slot in torch.nonzero(one.deviation.slots.any(1)).flatten().tolist():
+        seq, count = right.get(slot, (-1, 0))
+        held = list(_held(one, slot))
+        if len(held) != 1:
+            continue
+        other, n = held[0]
+        if other < 0:
+            text = "a slot keeps its state from before the call, and must get a new one"
+        elif seq < 0:
+            kind = slot_kind(one.call, slot, other).replace("their own", "the same")
+            text = f"the state of a sequence is stored in {kind}, which must stay as it is"
+        elif other != seq:
+            text = "a slot gets the state of another sequence"
+        else:
+            text = "a slot gets the state after another token of its own sequence"
+        wanted = "" if seq < 0 else f", must have that after {count} of sequence {seq}"
+        has = (
+            "the state before the call"
+            if other < 0
+            else f"the state after {n} tokens of sequence {other}"
+        )
+        yield text, f"slot {slot} has {has}{wanted}"
+
+
+def _held(one: Trial, slot: int) -> Iterator[tuple[int, int]]:
+    """Yield the sequences and numbers of tokens whose state a slot has; (-1, 0) for that before the call."""
+    call, found = one.call, one.found.states[slot].double()
+    if torch.equal(found, call.states[slot].double()):
+        yield -1, 0
+        return
+    bound = one.right.states_bound.amax().clamp(min=_SEEN)
+    for seq in range(call.num_seqs):
+        length = len(call.rows_of(seq))
+        for count in range(max(0, length - _MOST_COUNTS), length + 1):
+            stores = tuple(((count, slot),) if at == seq else () for at in range(call.num_seqs))
+            chunk = one.plan.chunk if count == length else 1
+            state = evaluate(one.plan.replace(stores=stores, chunk=chunk)).states[slot]
+            if bool(((found - state).abs() <= bound).all()):
+                yield seq, count
+
+
 def weight_facts(weights: StateWeights) -> Iterator[str]:
     """Yield what is true of the sources that rows have a weight for."""
     if not weights.is_linear:
@@ -137,14 +214,11 @@ def weight_facts(weights: StateWeights) -> Iterator[str]:
     row, source = torch.arange(tokens)[:, None], torch.arange(tokens)
     foreign, later = seq[:, None] != seq, (seq[:, None] == seq) & (source > row)
     own_slot = torch.arange(len(call.states)) == call.loads[seq][:, None]
-    kinds = {
-        "tokens of another sequence": (found[..., :tokens], foreign),
-        "later tokens of their own sequence": (found[..., :tokens], later),
-        "the state of another slot": (found[..., tokens:], ~own_slot),
-    }
-    for words, (sizes, where) in kinds.items():
-        if bool((sizes.abs() * where[:, None] > _SEEN).any()):
+    kinds = {"tokens of another sequence": foreign, "later tokens of their own sequence": later}
+    for words, where in kinds.items():
+        if bool((found[..., :tokens].abs() * where[:, None] > _SEEN).any()):
             yield f"rows have a weight for {words}"
+    yield from dict.fromkeys(f"rows read {kind}" for _, _, kind in read_slots(weights))
     wrong = weights.deviation.output > 1
     of_tokens, of_states = wrong[..., :tokens].any(), wrong[..., tokens:].any()
     if bool(of_tokens) and not bool(of_states):

@@ -25,6 +25,7 @@ HELD_GATE = "the gate from the beginning of a chunk, where the held value is rea
 HELD = "what the state holds of a key, which a delta rule subtracts"
 CARRY = "the state of the chunks before"
 OWN = "the row's own token"
+OWN_GATE = "the gate of the row's own token, where the output reads the state"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,8 +45,8 @@ class StatePlan:
       added to that after it.
     - ``written``: [tokens] bool, which rows of the output are written. ``zeros``: [tokens] bool, which of
       them are 0.
-    - ``delta``: it is a delta rule. ``chunk``: tokens that are computed together. ``missing``: parts that are
-      left out.
+    - ``delta``: it is a delta rule. ``skip``: [heads], how often a token's value is added to its output.
+      ``chunk``: tokens that are computed together. ``missing``: parts that are left out.
     """
 
     query: torch.Tensor
@@ -63,6 +64,7 @@ class StatePlan:
     zeros: torch.Tensor
     delta: bool
     chunk: int
+    skip: torch.Tensor | None = None
     continues: bool = False
     begins_again: bool = False
     late_gate: bool = False
@@ -107,7 +109,7 @@ def right_plan(call: StateCall, *, norm: tuple[bool, bool] = (True, True)) -> St
     gate = call.exact_gate if op.raw_gate else call.gate.double()
     gate = gate if gate.ndim == 3 else gate[..., None].expand(*gate.shape, key.shape[-1])
     beta = call.b.double().sigmoid() if op.raw_gate else call.beta.double()
-    beta = beta if op.delta else torch.ones_like(beta)
+    beta = call.step if op.steps else beta if op.delta else torch.ones_like(beta)
     starts = tuple(call.query_start_loc.tolist())
     skips = call.skipped
     rows = torch.zeros(len(query), dtype=torch.bool)
@@ -129,6 +131,7 @@ def right_plan(call: StateCall, *, norm: tuple[bool, bool] = (True, True)) -> St
         zeros=rows,
         delta=op.delta,
         chunk=op.chunk,
+        skip=call.D.double() if op.skip else None,
     )
 
 
@@ -191,7 +194,7 @@ class Units:
         count = call.query.shape[-1] + call.op.chunk + 16
         largest = float(call.exact_gate.abs().clamp(max=88.0).max())
         fine = single * (2 * count + 2 * largest * call.op.chunk)
-        operand = stored if call.op.chunk > 1 else 0.0
+        operand = stored if call.op.chunk > 1 or call.op.rounds else 0.0
         state = torch.finfo(call.states.dtype).eps / 2
         norm = operand if call.use_norm else 0.0
         return cls(fine=fine, operand=operand, query=norm, output=stored, state=state)
@@ -262,6 +265,7 @@ class _Chunk:
             inner = sizes = squares = torch.zeros_like(inner)
         eye = torch.eye(inner.shape[-1], dtype=inner.dtype)
         solve = torch.linalg.solve_triangular(eye + inner, eye.expand_as(inner), upper=False)
+        self._own = value
         decayed = key * _or_one(plan, HELD_GATE, total.exp()) * held_beta * is_delta
         self._decayed, self._added = decayed, value * beta
         if plan.no_held:
@@ -274,7 +278,8 @@ class _Chunk:
         self._scores = scores.sum(-1).tril(-1 if OWN in plan.missing else 0)
         if SCORES in plan.missing:
             self._scores = self._scores * torch.eye(self._scores.shape[-1], dtype=inner.dtype)
-        self._read = plan.scale * query * _or_one(plan, READ_GATE, total.exp()) * (not plan.no_read)
+        read = (total - gate if OWN_GATE in plan.missing else total).exp()
+        self._read = plan.scale * query * _or_one(plan, READ_GATE, read) * (not plan.no_read)
         self._keys = key * _or_one(plan, NEW_GATE, (total[:, -1:] - total).exp())
         if plan.late_gate:
             self._scores = (plan.scale * query * key * total.exp()).sum(-1, keepdim=True)
@@ -323,6 +328,8 @@ class _Chunk:
         """
         values, units = self._values(state), self._units
         found = self._read @ state.mT + self._scores @ values
+        if self._plan.skip is not None:
+            found = found + self._plan.skip[:, None, None] * self._own
         if units is None:
             return found.transpose(0, 1), torch.zeros_like(found).transpose(0, 1)
         fine, operand, query = (one**2 for one in (units.fine, units.operand, units.query))

@@ -17,6 +17,7 @@ from attnlab.linear.state_plan import (
     INNER_GATE,
     NEW_GATE,
     OWN,
+    OWN_GATE,
     READ_GATE,
     SCORES,
     SCORES_GATE,
@@ -43,6 +44,7 @@ def rules() -> tuple[StateRule, ...]:
 
 def _all() -> Iterator[tuple[str, _Edit]]:
     yield from _factors()
+    yield from _raw_gates()
     yield from _products()
     yield from _slots()
     yield from _sequences()
@@ -109,6 +111,39 @@ _NEIGHBOURS: dict[str, Callable[[int, int], int]] = {
     "the token before": lambda i, count: max(i - 1, 0),
     "the first token of its sequence": lambda i, count: 0,
 }
+
+
+def _raw_gates() -> Iterator[tuple[str, _Edit]]:
+    """Yield what a kernel that computes gates and beta itself may do to what a layer projects and learns."""
+    softplus = torch.nn.functional.softplus
+    decays: dict[str, _Decay] = {
+        "A_log is used without the exponential": lambda log, x, bias: log * softplus(x + bias),
+        "A_log is missing in the gate": lambda log, x, bias: softplus(x + bias),
+        "the bias of the gate is missing": lambda log, x, bias: log.exp() * softplus(x),
+        "the bias of the gate is subtracted": lambda log, x, bias: log.exp() * softplus(x - bias),
+        "the softplus of the gate is missing": lambda log, x, bias: log.exp() * (x + bias),
+        "relu is used in place of softplus for the gate": lambda log, x, bias: (
+            log.exp() * (x + bias).relu()
+        ),
+    }
+    for words, decay in decays.items():
+        yield words, lambda call, plan, decay=decay: _decayed(call, plan, decay)
+    yield (
+        "beta is not passed through the sigmoid",
+        lambda call, plan: _with_beta(plan, call.b.double()) if call.op.raw_gate else plan,
+    )
+
+
+_Decay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _decayed(call: StateCall, plan: StatePlan, decay: _Decay) -> StatePlan:
+    """Return a plan with another gate, of an op that computes it."""
+    if not call.op.raw_gate:
+        return plan
+    log = call.A_log.double().view(-1, *[1] * (call.a.ndim - 2))
+    gate = -decay(log, call.a.double(), call.dt_bias.double())
+    return plan.replace(gate=(gate if gate.ndim == 3 else gate[..., None]).expand_as(plan.gate))
 
 
 def _with_beta(plan: StatePlan, beta: torch.Tensor) -> StatePlan:
@@ -354,6 +389,7 @@ def _chunks() -> Iterator[tuple[str, _Edit]]:
     )
     for part in (INNER, SCORES, INNER_GATE, SCORES_GATE, NEW_GATE, CARRY_GATE, READ_GATE):
         yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
+    yield f"missing: {OWN_GATE}", lambda call, plan: plan.without(OWN_GATE)
     yield f"missing: {HELD_GATE}", lambda call, plan: _in_chunks(plan, HELD_GATE)
     yield (
         "missing: the gate from the beginning of a chunk, and the state of the chunks before, in the output",

@@ -91,13 +91,17 @@ class TaskRun:
                 missing.append(task)
 
         def keep(outcome: Outcome) -> None:
-            if self.store is not None:
-                self.store.append(outcome)
-            self.outcomes[outcome.key] = outcome
+            self.keep(outcome)
             on_outcome(outcome)
 
         if missing:
             self.engine.run(self.job, missing, keep, self.stop, self.is_late)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Keep an outcome, in place of an earlier one of its key."""
+        if self.store is not None:
+            self.store.append(outcome)
+        self.outcomes[outcome.key] = outcome
 
 
 def deadline(seconds: float | None) -> Stop:

@@ -12,7 +12,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
-from attnlab.tensors.formats import FORMATS
+from attnlab.tensors.formats import FORMATS, coarse
 
 # Values of query, key and value that random numbers do not have, by the names of a Case's ``distribution``.
 #
@@ -180,6 +180,8 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
     query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
     change_values(case.distribution, lengths, query, key, value)
+    if case.spec.coarse:
+        key, value = coarse(key), coarse(value)
     return Batch(
         lengths=lengths,
         query=query,

@@ -91,6 +91,23 @@ def store(case: Case, tokens: torch.Tensor, scale: float) -> torch.Tensor:
     return written_format(case).encode(tokens, scale)
 
 
+# Numbers that 4 bits hold exactly, and FP8, too: -7 to 7 times a power of two for each token and head.
+
+_STEPS = (-9.0, 5.0)  # exponents, with which E4M3 holds all of them
+
+
+def coarse(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the nearest such numbers of tokens [..., head_size], in their dtype; NaN stays."""
+    step = coarse_step(tokens)
+    return ((tokens.float() / step).round().clamp(-7, 7) * step).to(tokens.dtype)
+
+
+def coarse_step(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the power of two of each token and head, [..., 1] float32; 0 and NaN have the smallest."""
+    largest = tokens.float().nan_to_num(0.0).abs().amax(-1, keepdim=True)
+    return torch.exp2((largest / 7).log2().ceil().clamp(*_STEPS))
+
+
 # INT4 caches of vLLM: rotated tokens as pairs of nibbles, with a scale and a zero point per token and head.
 #
 # Source: vllm/v1/attention/ops/int4_per_token_head.py, vLLM 0.33.0. The rotation R is a Hadamard matrix of

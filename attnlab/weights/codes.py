@@ -96,6 +96,8 @@ def with_finite_keys(call: KernelCall, target: Target, empty: torch.Tensor) -> K
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(17)) * _spread(
         numbers, ~fill
     )
+    if call.spec.coarse:
+        drawn = (2 * drawn).round().clamp(-7, 7) / 2
     tokens = tokens.clone()
     tokens[chosen] = torch.where(
         fill[chosen], format.encode(drawn).to(tokens.device), tokens[chosen]
@@ -126,6 +128,8 @@ def with_drawn_keys(call: KernelCall, target: Target, seed: int = 5) -> KernelCa
     generator = torch.Generator().manual_seed(seed)
     scale = call.k_scale if format.is_fp8 else 1.0
     cached = torch.randn(call.key_cache.shape, generator=generator) / scale
+    if call.spec.coarse:
+        cached = (2 * cached).round().clamp(-7, 7) / 2
     stored = cached.to(format.dtype).view(format.storage)
     query, key = (
         _like(old, torch.randn(old.shape, generator=generator).to(old.dtype))

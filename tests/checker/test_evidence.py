@@ -13,9 +13,9 @@ from helpers.plugins import RIGHT, checked, planted
 from attnlab.case.case import Case
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import Rules, evidence_fields, lab_of
-from attnlab.checker.finding import HORIZON, Finding, merged_findings
+from attnlab.checker.finding import HORIZON, UNNAMED, Finding, merged_findings
 from attnlab.checker.library import merged_by_line
-from attnlab.checker.plan import Plan, groups
+from attnlab.checker.plan import Plan, groups, named_outcomes, naming_tasks
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.diagnose import diagnose
@@ -123,6 +123,25 @@ def test_the_case_that_decides_stands_for_its_group():
     ((key, group),) = groups(*outcomes_of(vague, clear, vague)).items()
     assert (key[2], group.task.key, group.own, group.seen) == ("b", "1", clear, 3)
     assert (group.finding.names, group.finding.description) == (("b",), "b: two")
+
+
+def test_wrong_outputs_with_the_same_names_are_named_together():
+    """Where a rule is looked for, the smallest first; the verdicts of their cases have what was found."""
+    unnamed = dataclasses.replace(FINDING, diagnosis=UNNAMED)
+    small = dataclasses.replace(unnamed, case=Case(num_heads=1, num_queries_per_kv=1))
+    with_name = dataclasses.replace(unnamed, names=("a",))
+    tasks, outcomes = outcomes_of(unnamed, with_name, small, FINDING)
+    whole, other = naming_tasks(tasks, outcomes)
+    assert (whole.payload["keys"], other.payload["keys"]) == (["2", "0"], ["1"])
+    found = [dataclasses.replace(one, diagnosis="rule") for one in (small, unnamed)]
+    verdict = {"findings": [one.to_verdict() for one in found]}
+    named = named_outcomes(whole, Outcome(key=whole.key, status=DONE, verdict=verdict), outcomes)
+    outcomes |= {one.key: one for one in named}
+    titles = [one.finding.title for one in groups(tasks, outcomes).values()]
+    assert [group.seen for group in groups(tasks, outcomes).values()] == [2, 1, 1]
+    assert "rule" in titles[0]
+    assert "did not end" in titles[1]
+    assert [one.payload["keys"] for one in naming_tasks(tasks, outcomes)] == [["1"]]
 
 
 def test_faults_without_a_common_name_stay_apart():

@@ -165,7 +165,7 @@ def test_a_saved_call_is_measured_with_a_kernel_only(tmp_path, capsys):
 
 def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):
     page = tmp_path / "xray.html"
-    assert main(["xray", *FLAGS, "--kernel", HALVED, "--no-confirm", "--html", str(page)]) == 1
+    assert main(["xray", HALVED, *FLAGS, "--no-confirm", "--html", str(page)]) == 1
     text = page.read_text()
     assert '"weights": {"0,0"' in text
     assert "prefers-color-scheme: dark" in text

@@ -8,12 +8,14 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from helpers.cases import hostile
 from helpers.commands import document, error_line
 from helpers.recorded import KERNEL, batch
 from safetensors.torch import save_file
 
 import attnlab
 from attnlab.case.errors import InvalidCall
+from attnlab.lab.lab import Lab
 from attnlab.recorder.dumps import _parameters, parse_names, read_call
 
 NAMES = "query=q,key_cache=k_cache,value_cache=v_cache,output=out,query_start_loc=cu_seqlens_q"
@@ -307,8 +309,17 @@ def test_values_that_are_no_call(capsys, tmp_path, changes, arguments, words):
     assert words in line
 
 
-def test_a_map_without_a_call(capsys):
-    assert "map" in error_line(capsys, ["diagnose", "--map", "query=q"])
+@pytest.mark.parametrize("command", ["diagnose", "xray", "check", "run"])
+def test_a_map_without_a_call(capsys, command):
+    assert "map must be given with op" in error_line(capsys, [command, "--map", "query=q"])
+
+
+def test_a_map_of_a_file_that_names_its_fields(capsys, tmp_path):
+    Lab().run(hostile()).recorded_call.save(tmp_path / "call")
+    for words in (["diagnose", "--call"], ["xray", "--call"], ["replay"], ["page"]):
+        line = error_line(capsys, [*words, str(tmp_path / "call"), "--map", "query=nope"])
+        assert "map must not be given" in line
+        assert "query, key_cache, value_cache" in line
 
 
 def test_parse_names():

@@ -329,7 +329,12 @@ def locate_lines(
     )
     if not trials.suspects:
         return KernelLocation(why_none="no program of a Triton kernel writes a wrong row")
-    return _located(lab, small, trials, found, limit)
+    is_same = found is not None and _layout(found.case) == _layout(small)
+    by_xray = [
+        *lines_of_accesses(trials, lab.run(small).outside),
+        *lines_of_xray(trials, lab.call(small) if is_same else None, found),
+    ]
+    return located(trials, by_xray, limit)
 
 
 def why_unavailable(backend: Backend) -> str:
@@ -375,17 +380,10 @@ def _layout(case: Case | None) -> Case | None:
     return None if case is None else case.replace(empty_slots="zeros", output_init="zeros")
 
 
-def _located(
-    lab: Lab, case: Case, trials: Trials, found: XRay | None, limit: Limit
-) -> KernelLocation:
-    """Return the lines by all evidence."""
+def located(trials: Trials, by_xray: Sequence[Found], limit: Limit) -> KernelLocation:
+    """Return the lines by all evidence, that of accesses and weights in ``by_xray``."""
     units = comparable_units(trials.replay.units, trials.right)
     scores = spectrum(units, trials.right)
-    is_same = found is not None and _layout(found.case) == _layout(case)
-    by_xray = [
-        *lines_of_accesses(trials, lab.run(case).outside),
-        *lines_of_xray(trials, lab.call(case) if is_same else None, found),
-    ]
     order = {line: at for at, line in enumerate(dict.fromkeys(line for line, _, _ in by_xray))}
     near = [line for line, at in order.items() if at < _MOST_SUSPICIOUS]
 

@@ -110,13 +110,8 @@ def _run(
 
     None if the kernel raises. Adds the values of the condition of the edit to ``condition``.
     """
-    probe = Probe()
-    if repair is not None:
-        limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
-        names = {_OBSERVER: lambda value: _observed(value, condition)}
-        probe = Probe(texts=repair.texts(_OBSERVER), names=names, budget=limit)
     try:
-        with probing(probe):
+        with probing(probe_of(repair, condition)):
             ran = lab.run(case.replace(atol=None, rtol=0.0))
     except TooLong:
         return False, torch.empty(0)
@@ -125,6 +120,15 @@ def _run(
     if ran.status == "rejected":
         return None
     return ran.status == "match", ran.output.clone()  # it may be a view of a large buffer
+
+
+def probe_of(repair: Repair | None, condition: set[bool]) -> Probe:
+    """Return the probe that runs an edit, within a limit; ``condition`` gets the values of its condition."""
+    if repair is None:
+        return Probe()
+    limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
+    names = {_OBSERVER: lambda value: _observed(value, condition)}
+    return Probe(texts=repair.texts(_OBSERVER), names=names, budget=limit)
 
 
 def _observed(value: Any, found: set[bool]) -> Any:
@@ -204,16 +208,43 @@ def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator
 
 
 def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim | None:
-    """Return the claim of the first edit that holds in a Case and in all of its further cases, or None.
+    """Return the claim of the first edit that holds in a Case and in all of its further cases, or None."""
+    return claim_among(partial(_proofs_of, lab, case), repairs)
 
-    ``repairs``: edits that make a smaller run of the Case right, the best first. Those of the test of a
-    branch come last: they may only leave out the branch that has the fault.
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proofs:
+    """Cases that edits must pass.
+
+    ``own``: the case that showed the fault, then further ones like it. ``varied``: small ones that differ in
+    one feature or size each. ``large``: with large scores.
+    """
+
+    own: Sequence["Proof"]
+    varied: Sequence["Proof"] = ()
+    large: Sequence["Proof"] = ()
+
+
+def _proofs_of(lab: Lab, case: Case) -> Proofs:
+    further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
+    own, varied, large = (
+        [_CaseProof(lab=lab, case=one) for one in cases]
+        for cases in ((case, *further), varied_cases(case), large_score_cases(case))
+    )
+    return Proofs(own=own, varied=varied, large=large)
+
+
+def claim_among(find: Callable[[], Proofs], repairs: Sequence[Repair]) -> RepairClaim | None:
+    """Return the claim of the first edit that holds in all cases, or None.
+
+    ``find`` returns the cases. ``repairs``: edits that make a smaller run of the first case right, the best
+    first. Those of the test of a branch come last: they may only leave out the branch that has the fault.
 
     The edited kernels run in a copy of this process. An edit that ends the copy is left out.
     """
     left = sorted(repairs[:_MOST_EDITS], key=lambda one: one.is_in_test)
     while left:
-        claim, ended_at = _searched(lab, case, left)
+        claim, ended_at = _searched(find, left)
         if claim is not None or ended_at is None:
             return claim
         del left[ended_at]
@@ -221,13 +252,13 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
 
 
 def _searched(
-    lab: Lab, case: Case, repairs: Sequence[Repair]
+    find: Callable[[], Proofs], repairs: Sequence[Repair]
 ) -> tuple[RepairClaim | None, int | None]:
     """Return the best claim, and the index of the edit that ended the copy of this process, or None."""
     found, at = list[RepairClaim](), 0
 
     def search(send: Callable[[Any], object]) -> None:
-        for number, claim in _claims(lab, case, repairs):
+        for number, claim in _claims(find(), repairs):
             others = () if claim is None else [repairs.index(one) for one in claim.others]
             send((number, claim and {name: getattr(claim, name) for name in _SENT}, others))
 
@@ -242,16 +273,10 @@ def _searched(
     return (found[-1] if found else None), (at if ended else None)
 
 
-def _claims(
-    lab: Lab, case: Case, repairs: Sequence[Repair]
-) -> Iterator[tuple[int, RepairClaim | None]]:
+def _claims(given: Proofs, repairs: Sequence[Repair]) -> Iterator[tuple[int, RepairClaim | None]]:
     """Yield the index of each edit before it is tried, then the best claim so far after its edit's index."""
     end, others = time.process_time() + _MOST_S, list[Repair]()
-    further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
-    proofs = [_Proof(lab=lab, case=one) for one in (case, *further)]
-    varied = [_Proof(lab=lab, case=one) for one in varied_cases(case)]
-    large = [_Proof(lab=lab, case=one) for one in large_score_cases(case)]
-    more = dict[Case, _Proof]()
+    proofs, varied, large, more = given.own, given.varied, given.large, dict[Any, Proof]()
     claim: RepairClaim | None = None
     for number, repair in enumerate(repairs):
         if time.process_time() > end:
@@ -296,17 +321,17 @@ def _is_better(one: RepairClaim, other: RepairClaim) -> bool:
     return one.is_stated and not other.is_stated
 
 
-def _more(shown: Sequence["_Proof"], known: dict[Case, "_Proof"]) -> Iterator["_Proof"]:
+def _more(shown: Sequence["Proof"], known: dict[Any, "Proof"]) -> Iterator["Proof"]:
     """Yield proofs by cases like those that show a fault, of each of these in turn; ``known`` is extended."""
     done = {proof.case for proof in shown}
-    for cases in zip_longest(*(similar_cases(proof.case) for proof in shown)):
-        for proof, case in zip(shown, cases, strict=True):
-            if case is not None and case not in done:
-                done.add(case)
-                yield known.setdefault(case, _Proof(lab=proof.lab, case=case))
+    for proofs in zip_longest(*(proof.similar() for proof in shown)):
+        for proof in proofs:
+            if proof is not None and proof.case not in done:
+                done.add(proof.case)
+                yield known.setdefault(proof.case, proof)
 
 
-def _holds(proofs: Sequence["_Proof"], repair: Repair, end: float) -> bool:
+def _holds(proofs: Sequence["Proof"], repair: Repair, end: float) -> bool:
     """Answer whether an edit repairs the first case, and each further one or nothing in it, in time."""
     return proofs[0].accepts(repair) and all(
         time.process_time() <= end and proof.allows(repair)
@@ -314,7 +339,7 @@ def _holds(proofs: Sequence["_Proof"], repair: Repair, end: float) -> bool:
     )
 
 
-def _asked(proofs: Iterable["_Proof"], ask: Callable[["_Proof"], object]) -> Iterator["_Proof"]:
+def _asked(proofs: Iterable["Proof"], ask: Callable[["Proof"], object]) -> Iterator["Proof"]:
     """Yield proofs after the runs that ``ask`` needs, for which some proofs at a time use all cores."""
     left, count = iter(proofs), cores() if can_copy() else 1
     while some := list(islice(left, _PROOFS_OF_CORE * count)):
@@ -331,7 +356,7 @@ def _asked(proofs: Iterable["_Proof"], ask: Callable[["_Proof"], object]) -> Ite
 
 
 def _runs_after(
-    proofs: Sequence["_Proof"], ask: Callable[["_Proof"], object]
+    proofs: Sequence["Proof"], ask: Callable[["Proof"], object]
 ) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Return the runs and conditions of proofs, with those that ``ask`` needs."""
     for proof in proofs:
@@ -340,9 +365,9 @@ def _runs_after(
 
 
 def _claim_of(
-    proofs: Sequence["_Proof"],
-    varied: Sequence["_Proof"],
-    more: dict[Case, "_Proof"],
+    proofs: Sequence["Proof"],
+    varied: Sequence["Proof"],
+    more: dict[Any, "Proof"],
     repair: Repair,
     end: float,
 ) -> RepairClaim | None:
@@ -375,13 +400,13 @@ def _claim_of(
     )
 
 
-def _leaves_a_branch(repair: Repair, first: "_Proof", varied: Sequence["_Proof"]) -> bool:
+def _leaves_a_branch(repair: Repair, first: "Proof", varied: Sequence["Proof"]) -> bool:
     """Answer whether an edit of a test changes nothing in a wrong case that takes another branch.
 
     A case with another mask is not asked: a kernel may ignore that.
     """
     return any(
-        proof.case.mask == first.case.mask
+        proof.mask == first.mask
         and proof.is_untouched(repair)
         and proof.conditions.get(id(repair)) != first.conditions.get(id(repair))
         for proof in varied
@@ -389,9 +414,9 @@ def _leaves_a_branch(repair: Repair, first: "_Proof", varied: Sequence["_Proof"]
 
 
 def _repaired_cases(
-    proofs: Sequence["_Proof"],
-    varied: Sequence["_Proof"],
-    more: dict[Case, "_Proof"],
+    proofs: Sequence["Proof"],
+    varied: Sequence["Proof"],
+    more: dict[Any, "Proof"],
     repair: Repair,
     end: float,
 ) -> int:
@@ -442,7 +467,7 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
             yield dataclasses.replace(repair, edit=edit)
 
 
-def _with_large_scores(claim: RepairClaim, proofs: Sequence["_Proof"]) -> RepairClaim | None:
+def _with_large_scores(claim: RepairClaim, proofs: Sequence["Proof"]) -> RepairClaim | None:
     """Return the claim of an edit of a maximum if cases with large scores support it, or None.
 
     A softmax is right with any maximum, as long as no exponential overflows, and a maximum with a finite
@@ -454,7 +479,7 @@ def _with_large_scores(claim: RepairClaim, proofs: Sequence["_Proof"]) -> Repair
     return claim if any(proof.accepts(claim.repair) for proof in proofs) else None
 
 
-def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
+def _is_constant(repair: Repair, proofs: Sequence["Proof"]) -> bool:
     """Answer whether what an edit adds has one value in all launches, so that they show nothing of it.
 
     That is a new name of an argument with one value, an expression of arguments alone with one value, or a
@@ -543,28 +568,50 @@ def _names(text: str) -> set[str]:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class _Proof:
+class Proof:
     """A case in which edits must hold, with finite numbers and with NaN in slots without a token.
 
     With NaN there, the memory outside of all tensors holds NaN, too: an edit may make a kernel read it.
-    ``runs``: what :func:`_run` returned, by the contents of the slots and the edit. ``conditions``: the
-    values of the condition of each edit.
+    ``case``: what is equal for equal cases. ``mask``: what a kernel may ignore. ``has_freed``: a window freed
+    blocks. ``has_slots``: the case has slots without a token; if not, it runs with NaN outside of all tensors
+    alone. ``runs``: what :meth:`run` returned, by the contents of the slots and the edit. ``conditions``:
+    the values of the condition of each edit.
     """
 
-    lab: Lab
-    case: Case
+    case: Any
+    mask: str = ""
+    has_freed: bool = False
+    has_slots: bool = True
     runs: dict[tuple[str, int | None], tuple[bool, torch.Tensor] | None] = dataclasses.field(
         default_factory=dict
     )
     conditions: dict[int | None, set[bool]] = dataclasses.field(default_factory=dict)
     _arguments: list[dict[str, Any]] | None = None
 
+    def run(
+        self, slots: str, repair: Repair | None, condition: set[bool]
+    ) -> tuple[bool, torch.Tensor] | None:
+        """Return whether the case is right with an edit, and its output, [rows, …]; None if it raises.
+
+        ``slots``: "garbage" or "nan". Adds the values of the condition of the edit to ``condition``.
+        """
+        raise NotImplementedError
+
+    def similar(self) -> Iterator["Proof"]:
+        """Yield proofs by cases like this one."""
+        return iter(())
+
+    def launches(self) -> list[dict[str, Any]]:
+        """Return the numbers among the arguments of each launch of the unchanged kernels, by name."""
+        raise NotImplementedError
+
     def _result(self, slots: str, repair: Repair | None) -> tuple[bool, torch.Tensor] | None:
+        slots = slots if self.has_slots else "nan"
         key = (slots, None if repair is None else id(repair))
         if key not in self.runs:
             condition = self.conditions.setdefault(key[1], set())
             with other_outside(math.nan if slots == "nan" else 0.0):
-                self.runs[key] = _run(self.lab, with_contents(self.case, slots), repair, condition)
+                self.runs[key] = self.run(slots, repair, condition)
         return self.runs[key]
 
     def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
@@ -573,12 +620,9 @@ class _Proof:
 
     @property
     def arguments(self) -> list[dict[str, Any]]:
-        """Return the numbers among the arguments of each launch of the unchanged kernels, by name."""
+        """Return :meth:`launches`, which run once."""
         if self._arguments is None:
-            self._arguments = []
-            with suppress(AttnLabError), uncontrolled(), recording_launches() as launches:
-                self.lab.output(with_contents(self.case, "garbage"))
-            self._arguments = [launch.values for launch in launches]
+            self._arguments = self.launches()
         return self._arguments
 
     @property
@@ -610,7 +654,7 @@ class _Proof:
         that a window freed, NaN must not reach more elements than without the edit: weights of 0 hide finite
         numbers.
         """
-        if self.case.freed == "empty" and self._spreads_nan(repair):
+        if self.has_freed and self._spreads_nan(repair):
             return True
         edited, plain = (self._result("garbage", one) for one in (repair, None))
         if edited is None:
@@ -647,6 +691,32 @@ class _Proof:
     def leaks(self, repair: Repair) -> bool:
         """Answer whether NaN makes an output wrong that is right with finite numbers."""
         return bool(self._is_right("garbage", repair)) and not self._is_right("nan", repair)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _CaseProof(Proof):
+    """A Case that runs in a lab."""
+
+    lab: Lab
+
+    def __post_init__(self) -> None:
+        self.mask, self.has_freed = self.case.mask, self.case.freed == "empty"
+
+    def run(
+        self, slots: str, repair: Repair | None, condition: set[bool]
+    ) -> tuple[bool, torch.Tensor] | None:
+        """Run the Case as :meth:`Proof.run` says."""
+        return _run(self.lab, with_contents(self.case, slots), repair, condition)
+
+    def similar(self) -> Iterator[Proof]:
+        """Yield proofs by similar cases."""
+        return (_CaseProof(lab=self.lab, case=one) for one in similar_cases(self.case))
+
+    def launches(self) -> list[dict[str, Any]]:
+        """Return the arguments of launches that are recorded and do not run."""
+        with suppress(AttnLabError), uncontrolled(), recording_launches() as launches:
+            self.lab.output(with_contents(self.case, "garbage"))
+        return [launch.values for launch in launches]
 
 
 def _adds_nan(

@@ -431,7 +431,11 @@ class Trials:
         """Try edits as :meth:`run` says; send the number of each with its outcome."""
         end = time.process_time() + seconds
         forms = EditedForms(found)
-        first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
+        cheap = min(self.wrong_units, key=lambda unit: unit.cost, default=None)
+        # Several programs may write parts of the same rows.
+        first = (
+            [] if cheap is None else [u for u in self.wrong_units if (u.cells & cheap.cells).any()]
+        )
         least = math.inf  # cost of an edit that repairs everything
         for at, number in enumerate(numbers):
             kernel, text, edit = found[at]

@@ -336,9 +336,9 @@ class Replay:
 
 def _written(launches: Sequence[LaunchLog]) -> list[torch.Tensor]:
     """Return the tensors that any program stores to, each once."""
-    tensors = {
+    tensors = {  # of several views, the first, which LaunchLog.before has
         value.data_ptr(): value
-        for launch in launches
+        for launch in reversed(launches)
         for value in launch.arguments.values()
         if isinstance(value, torch.Tensor) and value.numel()
     }

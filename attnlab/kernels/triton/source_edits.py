@@ -5,6 +5,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ _FEW_NAMES = 8  # of a kernel in which any name may be missing
 _LOG2_E = 1.4426950408889634  # turns a score into one for exp2
 _MOST_POSITIONS = 3  # position vectors of rows, and of keys, that a selection compares
 _MOST_FACTORS = 6  # of a sum that a statement adds to
+_MOST_SIBLINGS = 4  # addresses of other tensors, that one may be computed like
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -32,10 +34,16 @@ class Parts:
         arguments = [one.arg for one in (*whole.args.args, *whole.args.kwonlyargs)]
         every = [node for one in whole.body for node in ast.walk(one) if isinstance(node, ast.Name)]
         loaded = {node.id for node in every if isinstance(node.ctx, ast.Load)}
-        set_here = [n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        stores = [n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        set_here = [n for n in stores if n.id != "_"]
         read_here = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         self._dead = [(node.lineno, node.id) for node in set_here if node.id not in read_here]
         self._strides = [name for name in arguments if "stride" in name]
+        self._addresses = [
+            (type(node), base, ast.unparse(node.value))
+            for node in nodes
+            if isinstance(node, ast.Assign | ast.AugAssign) and (base := _base(node)) in arguments
+        ]
         used = [node.id for node in nodes if isinstance(node, ast.Name)]
         self._names = list(dict.fromkeys([*arguments, *used]))
         self._unused = [
@@ -78,6 +86,12 @@ class Parts:
             for other in self._names
             if other != name and (other in self._strides) == (name in self._strides)
         )
+        if not own:  # of names such as i_h and i_hv, or H and HV
+            scored = sorted(
+                (-1, -int(100 * SequenceMatcher(None, name, other).ratio()), other)
+                for other in self._names
+                if other != name and _kind(name) == _kind(other)
+            )
         close = [other for score, _, other in scored if score < 0]
         unused = [other for other in close if other in self._unused]
         most = len(close) if name in self._strides else _MOST_NAMES
@@ -115,10 +129,28 @@ class Parts:
             partners = _nearest(self._partners, node)[:_MOST_NAMES]
             yield from (f"(({text}) + ({a}) * {b})" for b in strides for a in partners)
 
+    def _like_siblings(self, statement: ast.stmt) -> Iterator[tuple[ast.expr, str]]:
+        """Yield the address of a statement computed as the most similar statements do for other tensors."""
+        if not isinstance(statement, ast.Assign | ast.AugAssign):
+            return
+        base, own = _base(statement), ast.unparse(statement.value)
+        if base not in {one for _, one, _ in self._addresses}:
+            return
+        others = {
+            re.sub(rf"\b{other}\b", str(base), text)
+            for kind, other, text in self._addresses
+            if kind is type(statement)
+        } - {own}
+        alike = sorted(others, key=lambda one: (-SequenceMatcher(None, own, one).ratio(), one))
+        yield from ((statement.value, one) for one in alike[:_MOST_SIBLINGS])
+
     def of_target(
         self, statement: ast.stmt, cost: int
     ) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-        """Yield a statement without effect, or one that rescales or subtracts what it adds to."""
+        """Yield a statement without effect, one that rescales or subtracts what it adds to, or an address
+        like others."""
+        if cost == 2:
+            yield from self._like_siblings(statement)
         if isinstance(statement, ast.Assign) and cost == 2:
             target = ast.unparse(statement.targets[0])
             if any(name == target and line < statement.lineno for line, name in self._stored):
@@ -162,6 +194,21 @@ class Parts:
             yield from (f"(({text}) - ({one}))" for one in terms[:_MOST_FACTORS])
             yield f"(({text}) * {_LOG2_E})"
         yield from (f"(({text}) + 1)", f"(({text}) - 1)")
+
+
+def _base(statement: ast.Assign | ast.AugAssign) -> str | None:
+    """Return the name that a statement adds to: its target, or the first term of the sum that it assigns."""
+    one = statement.target if isinstance(statement, ast.AugAssign) else statement.value
+    is_sum = isinstance(one, ast.BinOp)
+    while isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add):
+        one = one.left
+    is_address = is_sum or isinstance(statement, ast.AugAssign)
+    return one.id if is_address and isinstance(one, ast.Name) else None
+
+
+def _kind(name: str) -> str:
+    """Return what short names that mean alike have in common: a prefix, or that they are sizes."""
+    return name.partition("_")[0] if "_" in name else "size" if name.isupper() else name
 
 
 @lru_cache(maxsize=1 << 10)

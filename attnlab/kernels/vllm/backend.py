@@ -416,20 +416,22 @@ def run(
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
     )
+    # Other processes write no scratch memory that an op allocates.
+    is_shared = len(call.spec.writes) == 1 and not call.spec.own_splits and argument_of is None
     plan = LaunchPlan(
         needed=lambda kernel, args, program: is_measuring() or needed(kernel, args, program, share),
-        processes=interpreter.cores() if len(call.spec.writes) == 1 and argument_of is None else 1,
+        processes=interpreter.cores() if is_shared else 1,
         on_programs=on_programs,
         watched=Watched.of(moved) if watch else None,
     )
     try:
         with calling(call.op, source, plan):
-            function(**passed.arguments)
+            returned = function(**passed.arguments)
             if passed.finish is None:
-                finish(moved, target, passed.arguments)
+                finish(moved, target, passed.arguments, returned)
             else:
                 passed.finish(moved.buffer)
-            lse = lse_of(moved, target, passed.arguments)
+            lse = lse_of(moved, target, passed.arguments, returned)
             plan.observed.lse = None if lse is None else lse.cpu()
     finally:
         loaded.dispatch.use_custom = False

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import inspect
 import linecache
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -309,11 +310,15 @@ def _vllm_contents(
         "vllm.platforms.rocm": {
             "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom,
             "on_gfx1x": lambda: platform.family == "rdna",
+            "on_gfx12x": lambda: platform.name.startswith("gfx12"),
         },
         "vllm._custom_ops": {
             "paged_attention_rocm": lambda *args, **kwargs: dispatch.rocm_decode(*args, **kwargs)
         },
-        "vllm.triton_utils": {"triton": triton, "tl": getattr(triton, "language", None)},
+        "vllm.triton_utils": {
+            **{"triton": triton, "tl": getattr(triton, "language", None)},
+            **{"LOG2E": math.log2(math.e), "LOGE2": math.log(2)},
+        },
         "vllm.logger": {"init_logger": lambda name: quiet},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.model_executor.layers.batch_invariant": {"vllm_is_batch_invariant": lambda: False},
@@ -331,6 +336,11 @@ def _vllm_contents(
         "vllm.v1.kv_cache_interface": {
             "KVQuantMode": _KVQuantMode,
             "is_quantized_kv_cache": _is_quantized,
+            "get_kv_quant_mode": lambda dtype: _KVQuantMode(int(_is_quantized(dtype))),
+        },
+        "vllm.v1.worker.workspace": {
+            "current_workspace_manager": None,
+            "is_workspace_manager_initialized": lambda: False,
         },
         **warmup_stubs(),
     }

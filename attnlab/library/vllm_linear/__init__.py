@@ -27,6 +27,9 @@ def _stubs(platform: Any) -> dict[str, dict[str, Any]]:
             "async_tensor_h2d": lambda tensor, dtype=None, device=None: tensor.to(dtype=dtype),
         },
         "vllm.model_executor.custom_op": {"CustomOp": _CustomOp},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_TUNED_CONFIG_FOLDER": None},
+        "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
+        "vllm.utils.platform_utils": {"get_device_name_as_file_name": lambda: platform.name},
     }
 
 
@@ -47,6 +50,8 @@ PACKAGE = Package(
     folders=(
         "vllm/third_party/flash_linear_attention/ops",
         "vllm/model_executor/layers/fla/ops",
+        "vllm/model_executor/layers/mamba/ops",
+        "vllm/model_executor/layers",
     ),
     stubs=_stubs,
     library="vllm_linear",
