@@ -70,6 +70,7 @@ PROBLEMS = """(within) => {
     const text = walker.currentNode, node = text.parentElement, words = text.data.trim().slice(0, 40);
     if (!words || !node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
     if (node.closest("option, title")) continue;
+    if (node.closest("details:not([open])") && !node.closest("summary")) continue;  // it takes no place
     const range = document.createRange();
     range.selectNodeContents(text);
     const all = [...range.getClientRects()].map(box => seen(node, box))

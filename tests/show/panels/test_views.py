@@ -189,6 +189,7 @@ def test_no_label_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         tops.append(legend(ax, **given).get_window_extent().y1)
 
     monkeypatch.setattr(Axes, "legend", noted)
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 10.5)  # as in the notebooks of the study
     view = panel(case, knobs=("stage",), views=("error",))
     assert view.wait(30)
     width, height = figures[-1].bbox.size
