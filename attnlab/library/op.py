@@ -180,6 +180,10 @@ class Op:
         """Return the names that the value of each parameter uses."""
         return {name: names_in(text) for name, text in self.arguments.items()}
 
+    def platform_of(self, wanted: str) -> str:
+        """Return the wanted platform if the op runs there, else the first one where it does."""
+        return wanted if self.platforms is None or wanted in self.platforms else self.platforms[0]
+
     @property
     def function(self) -> str:
         """Return the name of the op's function in its module."""
