@@ -51,12 +51,11 @@ def measure_power(
     """
     began, on_step = time.perf_counter(), on_step or cell_steps()
     check_scored(case.spec)
-    own = "the test's own data"
-    on_step(own)
+    on_step("the test's own data")
     tests, scores = _Tests(case), {}
     named = {one.name: one for one in mutants if one.applies(tests.own.problem)}
     for i, (name, mutant) in enumerate(named.items()):
-        on_step(own, i, len(named))
+        on_step("mutants", i, len(named))
         scores[name] = tests.own.score(mutant)
     scored = Scored(
         case=case,
