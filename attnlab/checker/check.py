@@ -65,7 +65,7 @@ def check(
       ``release``.
     - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
-    - ``platform``: what is modelled; None is sm_90, or the first one that the ops have.
+    - ``platform``: what is modelled; None is sm_90, and for an op that does not run there its first one.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
       given: after that time no other case starts, and ``not_run`` of the report has those that are left.
@@ -113,9 +113,14 @@ def check(
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
         refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
+    elsewhere = [op for op in chosen if platform and OPS[op].platform_of(platform) != platform]
+    if elsewhere and (ops or elsewhere == chosen):
+        where = " or ".join(OPS[elsewhere[0]].platforms or ())
+        refuse("platform", f"{where} with op {elsewhere[0]}", str(platform))
     plan = Plan(
         backend=backend,
-        ops=tuple(chosen),
+        ops=tuple(op for op in chosen if op not in elsewhere),
+        left_out=tuple(f"{op}: it does not run on platform {platform}" for op in elsewhere),
         platform=platform or usual_platform(chosen),
         cases=cases,
         seed=seed,

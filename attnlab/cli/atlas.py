@@ -139,8 +139,8 @@ COMMAND = Command(
     purpose="Run one small call of every known fault in releases of several libraries: who has which?",
     arguments="LIBRARY:RELEASES…",
     examples=(
-        "attnlab atlas vllm:0.24.0..0.33.0 sglang:0.5.14..0.5.23 --out store --page atlas.html",
-        "attnlab atlas lmdeploy:0.18.0 aiter:path/to/aiter --report reports",
+        "attnlab atlas vllm:0.32.0..0.33.0 --out store --page atlas.html",
+        "attnlab atlas vllm:0.33.0 sglang:0.5.15..0.5.23 aiter:path/to/aiter --report reports",
     ),
     exit_codes=CODES,
     add_flags=_add_flags,

@@ -112,7 +112,7 @@ def add_conditions(group: Any) -> None:
     flag(
         group,
         "--platform PLATFORM",
-        "the platform that is modelled (default: sm_90, or the first one that the ops have)",
+        "the platform that is modelled (default: sm_90; for an op that does not run there, its first one)",
     )
     flag(
         group,

@@ -221,17 +221,19 @@ def _latent(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _seen_slots(call: KernelCall) -> torch.Tensor:
-    """Return the slots that each row sees, [tokens, 1, n] int32, -1 after them; n is a multiple of 16."""
+    """Return the places of the keys that each row and KV head sees, in a list of the heads of all slots,
+    [tokens * kv_heads, 1, n] int32, -1 after them; n is a multiple of 16."""
     size, width = call.block_size, -(-int(call.seq_lens.max()) // 16) * 16
-    found = call.block_table.new_full((call.query.shape[0], 1, width), -1, dtype=torch.int32)
+    heads = torch.arange(call.key.shape[1])[:, None]
+    found = torch.full((call.query.shape[0], len(heads), width), -1, dtype=torch.int32)
     ctx_lens = _context_lens(call).tolist()
     for seq, (first, end) in enumerate(pairwise(call.query_start_loc.tolist())):
         every = (call.block_table[seq][:, None] * size + torch.arange(size)).flatten()
         rows = torch.arange(ctx_lens[seq], ctx_lens[seq] + end - first)
         seen = mask_of(call, seq).visible(rows, 0)
-        own = torch.where(seen, every[: seen.shape[1]], -1)
-        found[first:end, 0, : own.shape[1]] = own.int()
-    return found
+        own = torch.where(seen[:, None], every[: seen.shape[1]] * len(heads) + heads, -1)
+        found[first:end, :, : own.shape[2]] = own.int()
+    return found.flatten(0, 1)[:, None].to(call.query.device)
 
 
 def _triton_dtype(call: KernelCall) -> Any:
@@ -300,8 +302,13 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "sums": lambda call, target: _sums,
     "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
     "four_bit_cache": lambda call, target: _four_bit_cache,
-    "latent_query": lambda call, target: _latent(call.query, torch.zeros_like(call.query)),
-    "latent_cache": lambda call, target: _latent(*_flash(call, target)).flatten(0, 1),
+    "latent_query": lambda call, target: _latent(
+        *(
+            one.unflatten(1, (call.key.shape[1], -1)).flatten(0, 1)
+            for one in (call.query, torch.zeros_like(call.query))
+        )
+    ),
+    "latent_cache": lambda call, target: _latent(*_flash(call, target)).flatten(0, 2)[:, None],
     "seen_slots": lambda call, target: _seen_slots(call),
     "written_cache": lambda call, target: written_cache,
 }
@@ -417,7 +424,7 @@ def lse_of(
 ) -> torch.Tensor | None:
     """Return the log-sum-exp that the op wrote, [rows, num_heads] float32, or None."""
     given = {**arguments, "returned": returned}
-    if call.spec.lse is None or not names_in(call.spec.lse) <= given.keys():
+    if call.spec.lse is None or names_in(call.spec.lse) & {*call.spec.arguments} - given.keys():
         return None
     found: torch.Tensor | None = evaluate(call.spec.lse, Values(call, target, given))
     return found

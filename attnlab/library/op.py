@@ -180,6 +180,10 @@ class Op:
         """Return the names that the value of each parameter uses."""
         return {name: names_in(text) for name, text in self.arguments.items()}
 
+    def platform_of(self, wanted: str) -> str:
+        """Return the wanted platform if the op runs there, else the first one where it does."""
+        return wanted if self.platforms is None or wanted in self.platforms else self.platforms[0]
+
     @property
     def function(self) -> str:
         """Return the name of the op's function in its module."""
@@ -343,13 +347,14 @@ class StateOp:
       :class:`attnlab.linear.state_call.StateCall`. A parameter that the function lacks is not passed.
     - ``result``, ``states``: expressions in these names, the arguments, and ``returned``: the output, and the
       states of all slots after the call; or ``final``, the final states of the sequences.
-    - ``gate``: "head", one number; "key", one for each element of the key; "constant", the same for all tokens
-      of a head. ``raw_gate``: the op computes the gate and beta from what the layer projects. ``delta``: it is
-      a delta rule. ``steps``: a state space model, whose gate is -exp(A_log) times a step that also multiplies
-      the value; ``skip``: it adds D times the value to the output. ``scales``: it multiplies the output.
+    - ``gate``: "head", one number; "key", one for each element of the key; "constant", the same for all
+      tokens of a head. ``raw_gate``: the op computes the gate and beta from what the layer projects.
+      ``delta``: it is a delta rule. ``steps``: a state space model, whose gate is -exp(A_log) times a step
+      that also multiplies the value; ``skip``: it adds D times the value to the output. ``scales``: it
+      multiplies the output.
     - ``chunk``: tokens that are computed together, 1 for an op that takes one token after the other.
-    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states. ``rounds``: an op that takes one
-      token after the other multiplies keys and values in their dtype.
+    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states. ``rounds``: an op that takes
+      one token after the other multiplies keys and values in their dtype.
     - ``norms``: it can normalise queries and keys. ``groups``: several value heads may share a key head.
     - ``slots``: it reads and writes the states at ``state_indices``; ``num_accepted``: also one state for
       each new token, of which the accepted one is read.

@@ -236,8 +236,9 @@ def _finding(
     small = _shrunk(small, claim, run)
     output = bool(small.deviation.rows.any())
     is_rule = not isinstance(claim, WeightFacts)
-    known = claim.text if is_rule or claim.said else ""
-    known = known if is_rule else ": ".join(filter(None, ("no rule explains it", known)))
+    known = claim.text
+    if isinstance(claim, WeightFacts):
+        known = f"no rule explains it: {known}" if claim.said else "no rule explains it"
     outside = next((t for one in explained for t in one.found.log.outside.values()), None)
     if outside is not None and not isinstance(claim, RepairClaim):
         as_if = "the numbers here are as if: " if is_rule else ""

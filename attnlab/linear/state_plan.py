@@ -25,6 +25,7 @@ HELD_GATE = "the gate from the beginning of a chunk, where the held value is rea
 HELD = "what the state holds of a key, which a delta rule subtracts"
 CARRY = "the state of the chunks before"
 OWN = "the row's own token"
+OWN_GATE = "the gate of the row's own token, where the output reads the state"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,8 +45,8 @@ class StatePlan:
       added to that after it.
     - ``written``: [tokens] bool, which rows of the output are written. ``zeros``: [tokens] bool, which of
       them are 0.
-    - ``delta``: it is a delta rule. ``skip``: [heads], how often a token's value is added to its output. ``chunk``: tokens that are computed together. ``missing``: parts that are
-      left out.
+    - ``delta``: it is a delta rule. ``skip``: [heads], how often a token's value is added to its output.
+      ``chunk``: tokens that are computed together. ``missing``: parts that are left out.
     """
 
     query: torch.Tensor
@@ -277,7 +278,8 @@ class _Chunk:
         self._scores = scores.sum(-1).tril(-1 if OWN in plan.missing else 0)
         if SCORES in plan.missing:
             self._scores = self._scores * torch.eye(self._scores.shape[-1], dtype=inner.dtype)
-        self._read = plan.scale * query * _or_one(plan, READ_GATE, total.exp()) * (not plan.no_read)
+        read = (total - gate if OWN_GATE in plan.missing else total).exp()
+        self._read = plan.scale * query * _or_one(plan, READ_GATE, read) * (not plan.no_read)
         self._keys = key * _or_one(plan, NEW_GATE, (total[:, -1:] - total).exp())
         if plan.late_gate:
             self._scores = (plan.scale * query * key * total.exp()).sum(-1, keepdim=True)

@@ -26,7 +26,7 @@ from attnlab.linear.run import Runner, StateOutput, deviation
 from attnlab.linear.state_claims import Trial
 
 _SUBJECT = "outputs and states are"
-_LIMIT = Limit(edits=4000, seconds=15.0)
+_LIMIT = Limit(edits=4000, seconds=40.0)
 _MOST = 4  # edits that are compared
 _LEAST = 0.75  # of the wrong trials, which an edit makes right
 

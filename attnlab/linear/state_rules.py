@@ -17,6 +17,7 @@ from attnlab.linear.state_plan import (
     INNER_GATE,
     NEW_GATE,
     OWN,
+    OWN_GATE,
     READ_GATE,
     SCORES,
     SCORES_GATE,
@@ -388,6 +389,7 @@ def _chunks() -> Iterator[tuple[str, _Edit]]:
     )
     for part in (INNER, SCORES, INNER_GATE, SCORES_GATE, NEW_GATE, CARRY_GATE, READ_GATE):
         yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
+    yield f"missing: {OWN_GATE}", lambda call, plan: plan.without(OWN_GATE)
     yield f"missing: {HELD_GATE}", lambda call, plan: _in_chunks(plan, HELD_GATE)
     yield (
         "missing: the gate from the beginning of a chunk, and the state of the chunks before, in the output",

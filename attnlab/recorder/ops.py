@@ -258,7 +258,7 @@ _OF_FLASH_DECODE = (
 
 def _latent(arguments: dict[str, Any], reading: Reading) -> None:
     """Read a call with a latent cache: the values are the first part of the keys, of one KV head."""
-    cache = arguments.get("k_cache", arguments.get("kv_cache"))
+    cache: Any = arguments.get("k_cache", arguments.get("kv_cache"))
     size = arguments.get("head_dim_v", arguments.get("kv_lora_rank"))
     if cache.dim() == 3:  # [pages, tokens, size]
         cache = cache[:, :, None]
@@ -266,7 +266,8 @@ def _latent(arguments: dict[str, Any], reading: Reading) -> None:
     if "bmm1_scale" in arguments:
         reading.fields["sm_scale"] = arguments["bmm1_scale"]
         reading.fields["causal"] = True
-    _with_rows(reading, arguments.get("q", arguments.get("query")))
+    query: Any = arguments.get("q", arguments.get("query"))
+    _with_rows(reading, query)
     given = ("indices", "is_fp8_kvcache", "descale_q", "descale_k", "sparse_mla_top_k")
     reading.unmodelled += [name for name in given if arguments.get(name)]
     if arguments.get("bmm2_scale", 1.0) != 1.0:

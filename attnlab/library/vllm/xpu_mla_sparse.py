@@ -14,8 +14,9 @@ OP = Op(
         **{"q": "latent_query", "kv": "latent_cache", "indices": "seen_slots"},
         **{"sm_scale": "scale", "block_dpe": "64"},
     },
-    result="returned[0][..., :value_size]",
-    lse="returned[2]",
+    # The op has one KV head: those of a call are rows of their own.
+    result="returned[0][..., :value_size].reshape(tokens, heads, value_size)",
+    lse="returned[2].reshape(tokens, heads)",
     left_out={
         "other lists than the tokens that a causal row sees": "the list is an input of the op",
         "block_dpe 0": "no part of the key apart",
