@@ -54,7 +54,7 @@ from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import find_unwritten
+from attnlab.diagnosis.reruns import PLAIN_VALUES, find_unwritten
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled, rows_agree, rows_equal
 from attnlab.kernels.triton.coverage import measuring
@@ -69,6 +69,8 @@ _LAYOUTS = (
     ("kv_layout", "contiguous", "strides ignored"),
     ("pad_batch", 0, "padding not left out"),
 )
+# Fields whose values hide what a rule reads, or what separates two rules, with the values that do not.
+_HIDING = {"freed": ("kept",), "distribution": PLAIN_VALUES}
 # The kind and the diagnosis of a wrong side output.
 _SIDE_FINDINGS = {
     LSE: ("wrong_lse", "logarithm of the sum"),
@@ -224,8 +226,10 @@ def _wrong_output(
     if case.empty_slots != "zeros" and _is_correct(lab, backend, case.replace(empty_slots="zeros")):
         return _leak(lab, backend, case, diagnosis)
     output_of_zeros = run_case(lab, backend, zeros).output
-    if case.freed != "kept" and (found := _wrong_if_plainer(lab, backend, zeros, freed="kept")):
-        return found  # a rule cannot be named while what it reads is gone
+    hiding = {name: plain for name, plain in _HIDING.items() if getattr(case, name) not in plain}
+    for field, plain in hiding.items():
+        if found := _wrong_if_plainer(lab, backend, zeros, **{field: plain[0]}):
+            return found
     seen = _diagnose(lab, zeros, output_of_zeros)
     if not seen.is_wrong:
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
@@ -690,6 +694,7 @@ def case_verdict(lab: Lab, backend: Backend, case: Case, names: bool = True) -> 
             reads.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
 
     try:
+        backend.check_features(case)
         if is_callers_fault(lab, case):
             return {**verdict, **reads}
         findings = check_case(lab, backend, case, count, names)

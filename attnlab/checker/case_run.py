@@ -415,15 +415,19 @@ class Rules:
         return rule.law
 
     def _new_weights(self, lab: Lab, case: Case) -> str:
-        """Return the rule of an X-ray of the kernel; "" if the case is too large, or for no clear rule."""
+        """Return the rule of an X-ray, about all sequences, that another case confirms.
+
+        "" for none, or if the case is too large.
+        """
         if not self.xrays or weights_of(case) > _MOST_WEIGHTS:
             return ""
         self.xrays -= 1
         seen = xray(case, lab=lab, limit_s=_XRAY_S)
-        if seen.status != "described" or seen.description is None:
+        found = seen.description
+        if seen.status != "described" or not seen.confirmed or found is None or found.scope.seqs:
             return ""
-        self.weights.append(seen.description)
-        return seen.description.text
+        self.weights.append(found)
+        return found.text
 
 
 def weights_of(case: Case) -> int:

@@ -65,7 +65,7 @@ def check(
       ``release``.
     - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
-    - ``platform``: what is modelled; None is sm_90, or the first one that the ops have.
+    - ``platform``: what is modelled; None is sm_90, and for an op that does not run there its first one.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
       given: after that time no other case starts, and ``not_run`` of the report has those that are left.
@@ -113,10 +113,15 @@ def check(
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
         refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
+    elsewhere = [op for op in chosen if platform and OPS[op].platform_of(platform) != platform]
+    if elsewhere and (ops or elsewhere == chosen):
+        where = " or ".join(OPS[elsewhere[0]].platforms or ())
+        refuse("platform", f"{where} with op {elsewhere[0]}", str(platform))
     plan = Plan(
         backend=backend,
-        ops=tuple(chosen),
-        platform=platform or _usual_platform(chosen),
+        ops=tuple(op for op in chosen if op not in elsewhere),
+        left_out=tuple(f"{op}: it does not run on platform {platform}" for op in elsewhere),
+        platform=platform or usual_platform(chosen),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
@@ -175,7 +180,7 @@ def release_plan(
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),
-        platform=platform or _usual_platform(known),
+        platform=platform or usual_platform(known),
         cases=cases,
         seed=seed,
         case_limit_s=limit_s,
@@ -184,7 +189,7 @@ def release_plan(
     )
 
 
-def _usual_platform(ops: Sequence[str]) -> str:
+def usual_platform(ops: Sequence[str]) -> str:
     """Return the platform that is modelled if none is given: sm_90, or the first one that the ops have."""
     return (
         _PLATFORM if any(not OPS[op].platforms for op in ops) else (OPS[ops[0]].platforms or ())[0]

@@ -164,8 +164,16 @@ class Finding(Shown):
             return False
         return self.diagnosis == other.diagnosis or bool(set(self.names) & set(other.names))
 
+    def is_alike(self, other: "Finding") -> bool:
+        """Answer whether one description reproduces both outputs; it says what wrong rows hold, not which
+        rows are wrong."""
+        mine, theirs = ((one.contents, one.description) for one in (self, other))
+        return bool(self.contents and self.description) and mine == theirs
+
     def _is_separate(self, other: "Finding") -> bool:
         """Answer whether rows of one kernel are wrong here and right there, or hold other contents."""
+        if self.is_alike(other):
+            return False
         if set(self.wrong_in) & set(other.right_in) or set(other.wrong_in) & set(self.right_in):
             return True
         return bool(self.contents and other.contents) and not set(self.contents) & set(
@@ -260,7 +268,8 @@ def merged_findings(findings: Sequence[Finding]) -> list[Finding]:
 def _is_one_fault(one: Finding, other: Finding) -> bool:
     if (one.op, one.kind) == (other.op, other.kind) and one.case == other.case:
         return not one.horizon or one.diagnosis == other.diagnosis
-    return bool(set(one.names) & set(other.names)) and one.is_same(other)
+    may_be = bool(set(one.names) & set(other.names)) or one.is_alike(other)
+    return may_be and one.is_same(other)
 
 
 # Known findings: a list of faults that are expected, each with a link, so that only new ones count.

@@ -590,7 +590,7 @@ def _make_case(
         "op": op,
         "backend": backend.name,
         "release": backend.release,
-        "platform": platform,
+        "platform": OPS[op].platform_of(platform),
         "seed": seed,
         **DEFAULTS,
         **changes,

@@ -144,6 +144,7 @@ class Plan:
     - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
     - ``all_ops``: the ops of all libraries of a run with several; empty for one.
+    - ``left_out``: what is not checked, and why, in lines.
     - ``horizon``: also ask for the int32 horizons of each op, if it has Triton kernels in a source.
     """
 
@@ -158,6 +159,7 @@ class Plan:
     costs: Costs = field(default_factory=packaged_costs, repr=False)
     horizon: bool = True
     all_ops: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def tasks(self) -> list[Task]:
         """Return a task for each case, op by op, the most informative case of an op first."""
@@ -236,7 +238,8 @@ class Plan:
                 "flags": [*self.backend.flags],
                 "blind_spots": [*self.backend.blind_spots],
                 "not_applicable": [
-                    line for op in self.ops for line in self.backend.not_applicable(op)
+                    *(line for op in self.ops for line in self.backend.not_applicable(op)),
+                    *self.left_out,
                 ],
                 "locations": {
                     op: asdict(place) for op, place in op_locations(self.backend).items()

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ class ReleasePlan:
 
 def op_digest(source: Source, op: str) -> str | None:
     """Return a digest of what decides the verdicts of an op in a release; None if it has no such op."""
+    if OPS[op].library != source.package.library:
+        return None
     try:
         first = source.op_file(OPS[op].module)
     except Unsupported:
@@ -405,6 +408,42 @@ class NativeRun:
         return f"{UNCONFIRMED}, {self.why}{seen}" if self.why else "right"
 
 
+def ranges(releases: Iterable[str], chosen: Collection[str]) -> str:
+    """Return some releases as ranges without gaps, such as "0.9.0 to 0.11.2, 0.30.0", each of one library."""
+    parts = []
+    by = groupby(releases, lambda one: (one in chosen, one.rpartition(" ")[0]))
+    for (is_chosen, _), group in by:
+        found = [*group]
+        if is_chosen:
+            last = found[-1].rpartition(" ")[2]
+            parts.append(found[0] if len(found) == 1 else f"{found[0]} to {last}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRun:
+    """What the call of a fault did in an op, in some releases with the same result.
+
+    ``text``: what is wrong there, or why there is no verdict; ``command``: runs the call in the first of the
+    ``releases``; ``lines``: of the source, that may hold the fault in the last of them; ``finding``: the
+    fault, if it is one.
+    """
+
+    op: str
+    state: str
+    releases: tuple[str, ...]
+    text: str = ""
+    command: str = ""
+    lines: tuple[str, ...] = ()
+    finding: Finding | None = None
+
+    def to_dict(self, releases: Iterable[str]) -> dict[str, Any]:
+        """Return the run as JSON-able values, without empty ones; its releases as ranges of ``releases``."""
+        fields = json_fields(self, without=("finding",))
+        fields["releases"] = ranges(releases, self.releases)
+        return {name: value for name, value in fields.items() if value}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One fault in the releases.
@@ -413,11 +452,15 @@ class Fault:
     - ``finding``: the fault at its smallest Case, in the first release that has it. This Case ran in every
       release that has the op.
     - ``native``: its runs on a GPU, by release; empty if it was not tried.
+    - ``family``: what the page lists it under, "" for its op; ``runs``: what its calls did in ops of several
+      libraries (:mod:`attnlab.checker.atlas`). There ``cells`` may have no fault at all.
     """
 
     finding: Finding
     cells: dict[str, str]
     native: dict[str, NativeRun] = field(default_factory=dict)
+    family: str = ""
+    runs: tuple[OpRun, ...] = ()
 
     @property
     def is_native(self) -> str:
@@ -455,12 +498,20 @@ class Fault:
             "native_runs": {
                 version: dataclasses.asdict(one) for version, one in self.native.items()
             },
-            "first": self.releases[0],
-            "last": self.releases[-1],
+            "first": next(iter(self.releases), None),
+            "last": next(reversed(self.releases), None),
             "cells": self.cells,
             "evidence": finding.evidence,
             "case": finding.case.changes(),
-            "run": finding.run(self.releases[0]),
+            "run": finding.run(next(iter(self.releases), "SOURCE")),
+            **(
+                {
+                    "family": self.family,
+                    "runs": [one.to_dict(self.cells) for one in self.runs],
+                }
+                if self.family
+                else {}
+            ),
         }
 
 
@@ -490,15 +541,29 @@ class ReleaseTable(Shown):
     left_out: list[NotRun] = field(default_factory=list)
 
     @property
-    def library(self) -> str:
-        """Return the library whose releases these are."""
-        names = (OPS[op].library for ops in self.ops.values() for op in ops)
-        return package_of(next(names, "vllm")).title
+    def libraries(self) -> dict[str, list[str]]:
+        """Return the releases of each library, by its title."""
+        found: dict[str, list[str]] = {}
+        for version in self.releases:
+            op = next(iter(self.ops[version]), None)
+            title = package_of("vllm" if op is None else OPS[op].library).title
+            found.setdefault(title, []).append(version)
+        return found
+
+    @property
+    def span(self) -> str:
+        """Return the first and the last release, of each library."""
+        return ", ".join(f"{of[0]} to {of[-1]}" for of in self.libraries.values())
+
+    @property
+    def found(self) -> list[Fault]:
+        """Return the faults that a release has."""
+        return [one for one in self.faults if one.releases]
 
     @property
     def exit_code(self) -> int:
         """Return 1 for a fault, 3 if cases did not run, else 0."""
-        return 1 if self.faults else 3 if self.not_run else 0
+        return 1 if self.found else 3 if self.not_run else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON-able values."""

@@ -112,7 +112,7 @@ def add_conditions(group: Any) -> None:
     flag(
         group,
         "--platform PLATFORM",
-        "the platform that is modelled (default: sm_90, or the first one that the ops have)",
+        "the platform that is modelled (default: sm_90; for an op that does not run there, its first one)",
     )
     flag(
         group,
@@ -170,7 +170,7 @@ def _add_files(group: Any) -> None:
     flag(
         group,
         "--report FOLDER",
-        "for each finding of a vLLM, the text of an issue and a script that reproduces it without "
+        "for each finding of a library, the text of an issue and a script that reproduces it without "
         "attnlab",
     )
 
@@ -265,10 +265,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         args.source = source_path(str(args.source), package_of(args.library))
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
-    is_vllm = args.library == "vllm" and (args.source or args.installed)
-    if args.report is not None and (args.csrc or not is_vllm):
+    has_library = args.kernel is None and (args.source or args.installed)
+    if args.report is not None and (args.csrc or not has_library):
         raise InvalidCase(
-            "report must be given with a vLLM: --source PATH or --installed", field="report"
+            "report must be given with a library: --source PATH or --installed", field="report"
         )
     if (
         args.known is not None and args.kernel is None
@@ -345,7 +345,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
         return report
     from attnlab.reports.upstream import write_reports
 
-    written = write_reports(report.findings, args.report, report.version, backend.device)
+    written = write_reports(report.findings, args.report, report.version, backend.device, backend)
     return dataclasses.replace(report, reports=[str(path) for path in written])
 
 

@@ -1,6 +1,7 @@
 """The command ``attnlab compare``."""
 
 import argparse
+from typing import Any
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
@@ -70,7 +71,12 @@ def _run(args: argparse.Namespace) -> int:
             seed=seed,
             on_case=lambda done: on_step("comparing", done, count),
         )
-    command.share(args, found)
+    pictures: tuple[Any, ...] = ()
+    if args.html is not None:
+        from attnlab.reports.shared_page import comparison_pictures
+
+        pictures = comparison_pictures(found)
+    command.share(args, found, pictures=pictures)
     put(found, args.json)
     return found.exit_code
 

@@ -18,6 +18,7 @@ from attnlab import __version__
 from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
+    atlas,
     capture,
     catalogue,
     check,
@@ -58,7 +59,14 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
     ),
     (
         "a kernel or a library",
-        (check.COMMAND, compare.COMMAND, horizon.COMMAND, releases.COMMAND, merge.COMMAND),
+        (
+            check.COMMAND,
+            compare.COMMAND,
+            horizon.COMMAND,
+            releases.COMMAND,
+            atlas.COMMAND,
+            merge.COMMAND,
+        ),
     ),
     ("a server", (capture.COMMAND,)),
     ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, linear.COMMAND, mla.WRITES_COMMAND)),

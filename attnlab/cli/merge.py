@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 Outcomes = Mapping[str, "Outcome"]
 # Flags, and the command whose stores they need.
-_OWNERS = {"known": "check", "junit": "check", "sarif": "check", "page": "releases"}
+_OWNERS = {
+    "known": ("check",),
+    "junit": ("check",),
+    "sarif": ("check",),
+    "page": ("releases", "atlas"),
+}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,13 +50,14 @@ def _run(args: argparse.Namespace) -> int:
     check_page(args)
     header, outcomes = merged_stores(args.dir)
     command = header["command"]
-    for field, owner in _OWNERS.items():
-        if getattr(args, field) is not None and command != owner:
+    for field, owners in _OWNERS.items():
+        if getattr(args, field) is not None and command not in owners:
             raise InvalidCase(f"{field} must not be given with {command}", field=field)
     runs = {
         "check": _check,
         "power": _power,
         "releases": _releases,
+        "atlas": _releases,
         "matrix": _matrix,
     }
     run = runs.get(command)
@@ -72,9 +78,11 @@ def _check(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes)
 
 
 def _releases(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.atlas import merged_atlas
     from attnlab.checker.releases import merged_releases
 
-    table = merged_releases(header, outcomes)
+    merged = {"releases": merged_releases, "atlas": merged_atlas}
+    table = merged[header["command"]](header, outcomes)
     print_table(args, table)
     return table.exit_code
 

@@ -69,7 +69,7 @@ def second_cases(case: Case) -> Iterator[Case]:
     yield from (other for other in found if other is not None)
 
 
-_PLAIN_VALUES = ("uniform_1e-3", "normal")
+PLAIN_VALUES = ("normal", "uniform_1e-3")
 
 
 def further_cases(case: Case) -> Iterator[Case]:
@@ -78,7 +78,7 @@ def further_cases(case: Case) -> Iterator[Case]:
     A description says less than an explanation, so more lengths can refute it, some of them drawn with the
     seed of the Case. Unusual values may hide what separates two descriptions; normal ones come first.
     """
-    if case.distribution not in _PLAIN_VALUES:
+    if case.distribution not in PLAIN_VALUES:
         yield case.replace(distribution="normal")
     yield from second_cases(case)
     only_decodes = max(case.lengths.query_lens, default=0) == 1

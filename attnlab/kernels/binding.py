@@ -317,7 +317,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
 def known_names() -> frozenset[str]:
     """Return the names that an expression of a record can use."""
     own = (name for name in dir(KernelCall) if not name.startswith("_"))
-    caches = ("flash_key_cache", "flash_value_cache")
+    caches = ("flash_key_cache", "flash_value_cache", "flat_keys", "flat_values")
     return frozenset((*_VALUES, *_BUILTINS, *own, *caches))
 
 
@@ -364,12 +364,17 @@ def _code(text: str) -> CodeType:
     return compile(text, f"<{text}>", "eval")
 
 
+def is_default(value: Any) -> bool:
+    """Answer whether a value stands for a parameter that is not passed."""
+    return value is _DEFAULT
+
+
 def arguments_of(call: KernelCall, target: Target, names: Any = None) -> Arguments:
     """Return the arguments of a call's op by name, of all releases; ``names``: only these."""
     values = Values(call, target)
     texts = call.spec.arguments.items()
     found = {name: evaluate(text, values) for name, text in texts if names is None or name in names}
-    return {name: value for name, value in found.items() if value is not _DEFAULT}
+    return {name: value for name, value in found.items() if not is_default(value)}
 
 
 def bind(
@@ -407,6 +412,8 @@ def finish(call: KernelCall, target: Target, arguments: Arguments, returned: Any
     op = call.spec
     if op.result is not None:
         found = evaluate(op.result, Values(call, target, {**arguments, "returned": returned}))
+        while found.dim() > call.buffer.dim() and len(found) == 1:  # [1, rows, heads, size]
+            found = found[0]
         call.buffer.copy_(found.view(call.buffer.dtype) if found.dtype == torch.uint8 else found)
     elif (written := arguments[op.parameters("output")[0]]) is not call.output:
         call.buffer.copy_(written[: len(call.buffer)])

@@ -22,6 +22,7 @@ from attnlab.kernels.binding import known_names
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import flash
 
 # All keys of a sequence, in ops that read every key from the cache; of ops that get new tokens, those before.
 CONTEXT_LENS = "context_lens"
@@ -233,12 +234,15 @@ class ByName:
         return _formed(value, example, at=0 if has_starts else 1)
 
     def _cache(self, name: str, call: KernelCall) -> torch.Tensor:
-        """Return keys or values in the layout of the function's cache."""
+        """Return keys or values in the layout of the function's cache, with the strides of the call."""
         layout = call.layout
         if layout == "x-split" and call.spec.cache_layout == "flash":
             layout = "flash"
         key, value = in_layout(call.key_cache, call.value_cache, layout)
-        return (key if name == "key_cache" else value).contiguous()
+        key, value = key.contiguous(), value.contiguous()
+        if layout == "flash":
+            key, value = flash(key, value, call.strides)
+        return key if name == "key_cache" else value
 
 
 def _needed(call: KernelCall) -> dict[str, bool]:
@@ -391,7 +395,7 @@ def _check_mapping(made: Op, parameters: Collection[str], mapping: Mapping[str, 
 def _abilities(values: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a record that follow from the values of its arguments."""
     used = frozenset().union(*map(names_in, values))
-    is_flash = bool(used & {"flash_key_cache", "flash_value_cache", "token_slots"})
+    is_flash = bool(used & {"flash_key_cache", "flash_value_cache", "token_slots", "flat_keys"})
     layout = "flash" if is_flash else "x-split" if "key_cache" in used else None
     prefill = layout is None or bool(used & {"query_start_loc", "max_query_len"})
     contract = {name: "any" for name in ("softcap", "sinks") if name in used}

@@ -265,13 +265,13 @@ class PluginBackend(Backend):
             new_tokens_from="cache",
             cache_layout="flash",
         )
-        return record_of(self._function(made), made, mapping)
+        return record_of(self.function_of(made), made, mapping)
 
     @cached_property
     def kernel(self) -> Kernel:
         """Return the function of a KernelCall; of records, the function of the first."""
         if self.records:
-            return self._function(self.records[0])
+            return self.function_of(self.records[0])
         return as_kernel(self.function or load_kernel(self.spec))
 
     @cached_property
@@ -285,7 +285,7 @@ class PluginBackend(Backend):
     def op_source(self) -> Source | None:
         return self.source
 
-    def _function(self, op: Op, platform: Platform | None = None) -> Callable[..., Any]:
+    def function_of(self, op: Op, platform: Platform | None = None) -> Callable[..., Any]:
         """Return the function of an op's record, as its package is on a platform, or on one that it has."""
         file = split_mapping(self.spec)[0].rpartition(":")[0]
         beside = Path(file).parent / f"{op.module}.py"  # of the file that has the record
@@ -436,7 +436,7 @@ class PluginBackend(Backend):
         """
         if not self.records:
             return self.kernel(call)
-        function = self._function(OPS[call.op], target.platform)
+        function = self.function_of(OPS[call.op], target.platform)
         arguments = bind(function, call, target)
         if argument_of is not None:
             arguments = pass_argument(argument_of, arguments, parameters_of(function)).arguments

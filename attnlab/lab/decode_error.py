@@ -276,9 +276,11 @@ class DecodedError(Document, Shown):
             f"element {self.element}",
         ]
         if self.rows_worth is not None:
-            rows = f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'}"
+            rows = f"as many as {self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'}"
+            if self.rows_worth < 1:
+                rows = "fewer than one row"
             sentences.append(
-                f"{self.mismatched} of {self.total} elements are as many as {rows} of all heads have; which "
+                f"{self.mismatched} of {self.total} elements are {rows} of all heads; which "
                 "rows they are in, the text does not say"
             )
         sentences.append(f"{self.kernel} should have written that row")

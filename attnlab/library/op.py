@@ -111,7 +111,9 @@ class Op:
     - ``strided``: tensors may have other strides than contiguous ones. ``hnd``: the cache may have its heads
       before its slots (VLLM_KV_CACHE_LAYOUT=HND).
     - ``kv_cache_dtypes``: the values of kv_cache_dtype that it accepts on some platform.
+    - ``fp8_inside``: names that the op, or a function that it runs, reads in a release with FP8 caches.
     - ``frees_blocks``: its caller frees blocks before a sliding window, and the block table still has them.
+    - ``two_sided``: without a parameter for it, a window of rows that are not causal has a right side.
     - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
@@ -152,7 +154,9 @@ class Op:
     strided: bool = True
     hnd: bool = False
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    fp8_inside: tuple[str, ...] = ()
     frees_blocks: bool = True
+    two_sided: bool = False
     min_window: int = 1
     min_splits: int = 0
     splits_are_powers_of_two: bool = False
@@ -175,6 +179,10 @@ class Op:
     def _names(self) -> dict[str, frozenset[str]]:
         """Return the names that the value of each parameter uses."""
         return {name: names_in(text) for name, text in self.arguments.items()}
+
+    def platform_of(self, wanted: str) -> str:
+        """Return the wanted platform if the op runs there, else the first one where it does."""
+        return wanted if self.platforms is None or wanted in self.platforms else self.platforms[0]
 
     @property
     def function(self) -> str:
@@ -221,6 +229,11 @@ class Op:
     def sliding_window(self) -> bool:
         """Answer whether it accepts a sliding window."""
         return not self.scores or bool(self.parameters("sliding_window", "window_left"))
+
+    @property
+    def has_right_window(self) -> bool:
+        """Answer whether a window of rows that are not causal has a right side, too."""
+        return self.two_sided or bool(self.parameters("window_right"))
 
     @property
     def alibi(self) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from attnlab.kernels.binding import Arguments, evaluate, new_empty_is_scratch, p
 from attnlab.kernels.plugin import contained, source_function, text_of
 from attnlab.kernels.triton.interpreter import interpreting
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.triton.run_log import RunLog, other_outside
 from attnlab.kernels.vllm.backend import is_stated, one_line
 from attnlab.kernels.vllm.loader import OnCpu
 from attnlab.kernels.vllm.source import Source
@@ -78,7 +79,15 @@ class SourceRunner:
         plan = LaunchPlan()
         on_cpu = contextlib.nullcontext() if torch.cuda.is_available() else OnCpu()
         try:
-            with launching(plan), interpreting(), contained(), on_cpu, new_empty_is_scratch():
+            # Memory outside of the tensors may hold anything: NaN shows what depends on it.
+            with (
+                launching(plan),
+                interpreting(),
+                contained(),
+                on_cpu,
+                new_empty_is_scratch(),
+                other_outside(math.nan),
+            ):
                 returned = function(**arguments)
         except AttnLabError:
             raise

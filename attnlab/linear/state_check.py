@@ -235,19 +235,14 @@ def _finding(
     small = min(explained, key=lambda one: sum(one.case.query_lens))
     small = _shrunk(small, claim, run)
     output = bool(small.deviation.rows.any())
-    is_rule, known = True, claim.text
+    is_rule = not isinstance(claim, WeightFacts)
+    known = claim.text
     if isinstance(claim, WeightFacts):
-        is_rule, known = (
-            False,
-            f"no rule explains it{': ' * bool(claim.said)}{claim.said and known}",
-        )
-    is_repair = isinstance(claim, RepairClaim)
-    if not is_repair and any(one.found.log.outside for one in explained):
-        known = (
-            f"{_OUTSIDE}; the numbers here are as if: {known}"
-            if is_rule
-            else f"{_OUTSIDE}; {known}"
-        )
+        known = f"no rule explains it: {known}" if claim.said else "no rule explains it"
+    outside = next((t for one in explained for t in one.found.log.outside.values()), None)
+    if outside is not None and not isinstance(claim, RepairClaim):
+        as_if = "the numbers here are as if: " if is_rule else ""
+        known = f"{_OUTSIDE} ({outside.text()}); {as_if}{known}"
     return StateFinding(
         op=op.name,
         kind="wrong_output" if output else "wrong_state",
@@ -364,6 +359,8 @@ def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
         ]
         sentences = [one for one in about if one] or ["wrong, and nothing is common to such cases"]
         sentences += [text for text in weight_facts(weights) if text not in sentences[0]]
+        outside = [one.text() for one in trial.found.log.outside.values()]
+        sentences[:0] = [f"{_OUTSIDE} ({outside[0]})"] if outside else []
     return StateXRay(
         case=case,
         source=found.text(),

@@ -427,7 +427,8 @@ def no_change(arguments: dict[str, Any], reading: Reading) -> None:
 class RecordedOp:
     """A function whose calls are recorded.
 
-    - ``module``, ``function``: where it is defined.
+    - ``module``, ``function``: where it is defined; "Class.method" for a method.
+    - ``is_plan``: the call is not recorded. Its arguments complete those of later calls of the same object.
     - ``op``: the op of :data:`attnlab.case.ops.OPS` that describes its arguments; None chooses by the
       layout of the cache. ``layout``: that of its cache, None to find it by the shapes.
     - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
@@ -448,6 +449,7 @@ class RecordedOp:
     reads: tuple[str, ...] = ()
     is_guess: bool = False
     is_dense: bool = False
+    is_plan: bool = False
 
     @property
     def name(self) -> str:
@@ -466,6 +468,28 @@ class RecordedOp:
         if absent and not reading.why_not:
             reading.why_not = f"no argument {' or '.join(NAMES[absent[0]])}"
         return reading
+
+
+_PLAN = "_attnlab_plan"
+
+
+def keep_plan(arguments: BoundArguments) -> None:
+    """Keep the arguments of a plan with its object, with copies of their tensors."""
+    kept = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+        if name != "self"
+    }
+    setattr(arguments["self"], _PLAN, BoundArguments(kept, {}))
+
+
+def with_plan(arguments: BoundArguments) -> BoundArguments:
+    """Return the arguments of a call completed by those of its object's last plan."""
+    plan = getattr(arguments.get("self"), _PLAN, None)
+    if plan is None:
+        return arguments
+    given = {name: value for name, value in arguments.items() if name in arguments.given}
+    return BoundArguments({**arguments, **plan, **given}, {})
 
 
 def binder(signature: inspect.Signature) -> Bind:

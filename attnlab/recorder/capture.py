@@ -23,7 +23,15 @@ from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.run_call import backend_of_origin
 from attnlab.kernels.triton.interpreter import noting_bfloat16
-from attnlab.recorder.arguments import Bind, Reading, RecordedOp, binder, call_of_reading
+from attnlab.recorder.arguments import (
+    Bind,
+    Reading,
+    RecordedOp,
+    binder,
+    call_of_reading,
+    keep_plan,
+    with_plan,
+)
 from attnlab.recorder.failing_side import Comparison
 from attnlab.recorder.ops import (
     copy_write,
@@ -266,7 +274,7 @@ class Capture:
                 return original(*args, **kwargs)
             before = self._before(op, bind, args, kwargs)
             if before is not None:
-                before.function = None if op.is_dense else original
+                before.function = None if op.is_dense or "." in op.function else original
             with not_recording(), noting_bfloat16() as undecided:
                 try:
                     result = original(*args, **kwargs)
@@ -287,6 +295,10 @@ class Capture:
                 if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
                 bound = bind(args, kwargs)
+                if op.is_plan:
+                    keep_plan(bound)
+                    return None
+                bound = with_plan(bound)
                 reading = op.read(bound)
                 if reading.why_not:
                     self.left_out[op.name] = reading.why_not

@@ -20,7 +20,7 @@ from attnlab.case.ops import OPS, UNIFIED
 from attnlab.case.output_file import check_input_path
 from attnlab.kernels.by_name import NAMES
 from attnlab.recorder.arguments import Reading, call_of_reading, read_arguments
-from attnlab.recorder.ops import other_ops
+from attnlab.recorder.ops import WRAPPERS, other_ops, read_wrapper
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.call_file import is_call_file
 
@@ -87,7 +87,6 @@ def _line(error: Exception) -> str:
 # and ``run``.
 
 METADATA = "metadata.jsonl"
-_WRAPPERS = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,12 +112,13 @@ def read_flashinfer(folder: Path) -> KernelCall:
     """Return the call in a folder of FlashInfer's log. Raises InvalidCall with one line."""
     dump = _dump(folder)
     class_, _, method = dump.function.rpartition(".")
-    if class_ in _WRAPPERS and method in ("run", "forward"):
+    if class_ in WRAPPERS and method in ("run", "forward"):
         reading = _wrapper_reading(dump)
     else:
-        known = {op.function: op for op in other_ops() if op.module.startswith("flashinfer")}
+        found_ops = (op for op in other_ops() if op.module.startswith("flashinfer"))
+        known = {op.function: op for op in found_ops if "." not in op.function}
         if dump.function not in known:
-            names = ", ".join([*known, *(f"{name}.run" for name in _WRAPPERS)])
+            names = ", ".join([*known, *(f"{name}.run" for name in WRAPPERS)])
             raise InvalidCall(f"{folder} must be a call of {names}, got {dump.function!r:.80}")
         found = known[dump.function].read(dump.arguments)
         if found is None:
@@ -209,41 +209,12 @@ def _wrapper_reading(run: Dump) -> Reading:
     """Return the reading of a wrapper's run, with the page table of its last plan."""
     plan = _before(run, "plan")
     made = _before(run, "__init__", required=False)
-    given = {**plan.arguments, **run.arguments}
-    pages = _pages(plan)
-    query, cache = given.get("q"), given.get("paged_kv_cache")
-    if isinstance(cache, torch.Tensor):
-        cache = cache.unbind(1)
-    if not isinstance(query, torch.Tensor) or not isinstance(cache, (tuple, list)):
-        raise InvalidCall(f"{run.folder} must hold the tensors q and paged_kv_cache")
     layout = "NHD" if made is None else made.arguments.get("kv_layout", "NHD")
-    window = given.get("window_left", -1)
-    scales = [given.get(name) for name in ("q_scale", "k_scale")]
-    sm_scale = given.get("sm_scale") or query.shape[-1] ** -0.5
-    is_fp8 = cache[0].dtype.itemsize == 1
-    reading = Reading(
-        fields={
-            **pages,
-            "query": query,
-            "key_cache": cache[0],
-            "value_cache": cache[1],
-            "sm_scale": sm_scale * math.prod(1.0 if scale is None else scale for scale in scales),
-            "v_scale": given.get("v_scale") if is_fp8 else None,
-            "sliding_window": 0 if window is None or window < 0 else window + 1,
-            "softcap": given.get("logits_soft_cap"),
-            "sinks": given.get("sinks"),
-            "causal": True if "qo_indptr" not in given else bool(given.get("causal")),
-            "layout": "HND" if layout == "HND" else "flash",
-        }
-    )
-    neutral = {"custom_mask": None, "packed_custom_mask": None, "pos_encoding_mode": "NONE"}
-    for name, value in neutral.items():
-        if given.get(name, value) is not value and given.get(name) != value:
-            reading.unmodelled.append(name)
-    if query.dtype.itemsize == 1:
-        reading.unmodelled.append("query in FP8")  # how weights are rounded is not documented
-    if not is_fp8 and given.get("v_scale") not in (None, 1, 1.0):
-        reading.unmodelled.append("v_scale")
+    given = {**plan.arguments, **run.arguments, "kv_layout": layout}
+    reading = Reading(fields={})
+    read_wrapper(given, reading)
+    if reading.why_not:
+        raise InvalidCall(f"{run.folder} must be a call with pages: {reading.why_not}")
     return reading
 
 
@@ -263,34 +234,6 @@ def _before(run: Dump, method: str, *, required: bool = True) -> Any:
         )
         raise InvalidCall(text)
     return None
-
-
-def _pages(plan: Dump) -> dict[str, torch.Tensor]:
-    """Return block_table, seq_lens and query_start_loc of a plan's lists of pages."""
-    given = plan.arguments
-    starts = given.get("paged_kv_indptr", given.get("indptr"))
-    pages = given.get("paged_kv_indices", given.get("indices"))
-    last = given.get("paged_kv_last_page_len", given.get("last_page_len"))
-    size = given.get("page_size")
-    if (
-        not isinstance(starts, torch.Tensor)
-        or not isinstance(pages, torch.Tensor)
-        or not isinstance(last, torch.Tensor)
-        or not isinstance(size, int)
-    ):
-        raise InvalidCall(f"{plan.folder} must hold the pages of the plan and their size")
-    starts, last = starts.long(), last.long()
-    if starts.dim() != 1 or last.shape != (len(starts) - 1,) or int(starts[-1]) > len(pages):
-        raise InvalidCall(f"{plan.folder} must hold a page list that fits its indptr")
-    counts = starts.diff()
-    table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
-    for seq, count in enumerate(counts.tolist()):
-        table[seq, :count] = pages[int(starts[seq]) : int(starts[seq]) + count]
-    lens = torch.where(counts > 0, (counts - 1) * int(size) + last, 0).int()
-    found = {"block_table": table, "seq_lens": lens}
-    if isinstance(given.get("qo_indptr"), torch.Tensor):
-        found["query_start_loc"] = given["qo_indptr"]
-    return found
 
 
 def _add_result(dump: Dump, reading: Reading) -> None:

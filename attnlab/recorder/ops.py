@@ -6,6 +6,7 @@ token goes.
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -183,10 +184,20 @@ def _op(row: Row) -> RecordedOp:
 
 
 def _flash(arguments: dict[str, Any], reading: Reading) -> None:
-    """Take the lengths of the keys, and the log-sum-exp as [num_tokens, num_heads]."""
-    starts = arguments.get("cu_seqlens_k")
-    if "seq_lens" not in reading.fields and isinstance(starts, torch.Tensor):
-        reading.fields["seq_lens"] = starts.diff()
+    """Take the lengths of the keys, and the log-sum-exp as [num_tokens, num_heads].
+
+    Keys and values without pages are a cache with blocks of one token.
+    """
+    starts, key = arguments.get("cu_seqlens_k"), arguments.get("k")
+    if isinstance(starts, torch.Tensor):
+        if "block_table" not in reading.fields and isinstance(key, torch.Tensor) and key.dim() == 3:
+            for name in ("key", "value"):
+                reading.fields[f"{name}_cache"] = reading.fields.pop(name)
+            slots = torch.arange(len(key), dtype=torch.int32, device=key.device)
+            reading.fields |= {"token_starts": starts, "token_slots": slots}
+            reading.fields.pop("seq_lens", None)
+        else:
+            reading.fields.setdefault("seq_lens", starts.diff())
     reading.fields["causal"] = bool(arguments.get("causal", False))
     right = _right(arguments.get("window_size"))
     if reading.fields["causal"] and right > 0:
@@ -203,6 +214,147 @@ def _flash(arguments: dict[str, Any], reading: Reading) -> None:
         return output, None if lse is None or lse.dim() != 2 else lse.T
 
     reading.result = result
+
+
+def _with_rows(reading: Reading, query: torch.Tensor) -> None:
+    """Read a query [num_seqs, new tokens, heads, size] as rows, and outputs and log-sum-exps likewise."""
+    seqs, rows = query.shape[:2]
+    starts = torch.arange(seqs + 1, dtype=torch.int32, device=query.device) * rows
+    reading.fields |= {"query": query.flatten(0, 1), "query_start_loc": starts}
+    reading.fields["causal"] = reading.fields.get("causal", False) or rows == 1
+
+    def result(returned: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        output, lse = output_of(returned)
+        output = None if output is None else output.reshape(seqs * rows, *output.shape[-2:])
+        return output, None if lse is None or lse.dim() != 3 else lse.transpose(1, 2).flatten(0, 1)
+
+    reading.result = result
+
+
+def _flash_decode(arguments: dict[str, Any], reading: Reading) -> None:
+    """Read FlashAttention's call with a cache; without pages, each sequence has one block.
+
+    New keys and values, which the op writes to the cache first, have no reference.
+    """
+    _flash(arguments, reading)
+    query, cache, lens = arguments["q"], arguments["k_cache"], arguments.get("cache_seqlens")
+    _with_rows(reading, query)
+    index = {"dtype": torch.int32, "device": query.device}
+    if "block_table" not in reading.fields:
+        reading.fields["block_table"] = torch.arange(len(query), **index)[:, None]
+    if not isinstance(lens, torch.Tensor):
+        count = cache.shape[1] if lens is None else int(lens)
+        reading.fields["seq_lens"] = torch.full((len(query),), count, **index)
+    for name in ("k", "v"):
+        reading.fields.pop({"k": "key", "v": "value"}[name], None)
+    given = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "qv")
+    reading.unmodelled += [name for name in given if arguments.get(name) is not None]
+
+
+_OF_FLASH_DECODE = (
+    "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "cache_seqlens", "qv",
+)  # fmt: skip
+
+
+def _latent(arguments: dict[str, Any], reading: Reading) -> None:
+    """Read a call with a latent cache: the values are the first part of the keys, of one KV head."""
+    cache: Any = arguments.get("k_cache", arguments.get("kv_cache"))
+    size = arguments.get("head_dim_v", arguments.get("kv_lora_rank"))
+    if cache.dim() == 3:  # [pages, tokens, size]
+        cache = cache[:, :, None]
+    reading.fields |= {"key_cache": cache, "value_cache": cache[..., :size], "layout": "flash"}
+    if "bmm1_scale" in arguments:
+        reading.fields["sm_scale"] = arguments["bmm1_scale"]
+        reading.fields["causal"] = True
+    query: Any = arguments.get("q", arguments.get("query"))
+    _with_rows(reading, query)
+    given = ("indices", "is_fp8_kvcache", "descale_q", "descale_k", "sparse_mla_top_k")
+    reading.unmodelled += [name for name in given if arguments.get(name)]
+    if arguments.get("bmm2_scale", 1.0) != 1.0:
+        reading.unmodelled.append("bmm2_scale")
+
+
+_OF_LATENT = (
+    "kv_cache", "head_dim_v", "kv_lora_rank", "bmm1_scale", "bmm2_scale", "indices", "is_fp8_kvcache",
+    "descale_q", "descale_k", "sparse_mla_top_k", "tile_scheduler_metadata", "qk_nope_head_dim",
+    "qk_rope_head_dim",
+)  # fmt: skip
+
+
+# FlashInfer's wrappers: ``plan`` has the pages of the sequences, ``run`` the query and the cache.
+
+WRAPPERS = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+
+
+def read_wrapper(given: dict[str, Any], reading: Reading) -> None:
+    """Read the run of a wrapper, with the arguments of its plan among ``given``."""
+    reading.unknown, reading.unmodelled = {}, []
+    query, cache = given.get("q"), given.get("paged_kv_cache")
+    if isinstance(cache, torch.Tensor):
+        cache = cache.unbind(1)
+    if not isinstance(query, torch.Tensor) or not isinstance(cache, (tuple, list)):
+        reading.why_not = "no tensors q and paged_kv_cache"
+        return
+    pages = _pages(given, query.device)
+    if pages is None:
+        reading.why_not = "no page list of a plan that fits its indptr"
+        return
+    layout = given.get("kv_layout", getattr(given.get("self"), "_kv_layout", "NHD"))
+    window = given.get("window_left", -1)
+    scales = [given.get(name) for name in ("q_scale", "k_scale")]
+    sm_scale = given.get("sm_scale") or query.shape[-1] ** -0.5
+    is_fp8 = cache[0].dtype.itemsize == 1
+    reading.fields = {
+        **pages,
+        "query": query,
+        "key_cache": cache[0],
+        "value_cache": cache[1],
+        "sm_scale": sm_scale * math.prod(1.0 if scale is None else scale for scale in scales),
+        "v_scale": given.get("v_scale") if is_fp8 else None,
+        "sliding_window": 0 if window is None or window < 0 else window + 1,
+        "softcap": given.get("logits_soft_cap"),
+        "sinks": given.get("sinks"),
+        "causal": True if "qo_indptr" not in given else bool(given.get("causal")),
+        "layout": "HND" if layout == "HND" else "flash",
+    }
+    neutral = {"custom_mask": None, "packed_custom_mask": None, "pos_encoding_mode": "NONE"}
+    for name, value in neutral.items():
+        if given.get(name, value) is not value and given.get(name) != value:
+            reading.unmodelled.append(name)
+    if query.dtype.itemsize == 1:
+        reading.unmodelled.append("query in FP8")  # how weights are rounded is not documented
+    if not is_fp8 and given.get("v_scale") not in (None, 1, 1.0):
+        reading.unmodelled.append("v_scale")
+
+    def result(returned: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        output, lse = output_of(returned)  # FlashInfer's log-sum-exp is to base 2
+        return output, None if lse is None or lse.dim() != 2 else lse * math.log(2)
+
+    reading.result = result
+
+
+def _pages(given: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor] | None:
+    """Return block_table, seq_lens and query_start_loc of a plan's pages, None if they do not fit."""
+    starts = given.get("paged_kv_indptr", given.get("indptr"))
+    pages = given.get("paged_kv_indices", given.get("indices"))
+    last = given.get("paged_kv_last_page_len", given.get("last_page_len"))
+    size = given.get("page_size")
+    lists = [one for one in (starts, pages, last) if isinstance(one, torch.Tensor)]
+    if len(lists) < 3 or not isinstance(size, int):
+        return None
+    starts, pages, last = (one.cpu() for one in lists)
+    starts, last = starts.long(), last.long()
+    if starts.dim() != 1 or last.shape != (len(starts) - 1,) or int(starts[-1]) > len(pages):
+        return None
+    counts = starts.diff()
+    table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
+    for seq, count in enumerate(counts.tolist()):
+        table[seq, :count] = pages[int(starts[seq]) : int(starts[seq]) + count]
+    lens = torch.where(counts > 0, (counts - 1) * size + last, 0).int()
+    found = {"block_table": table.to(device), "seq_lens": lens.to(device)}
+    if isinstance(given.get("qo_indptr"), torch.Tensor):
+        found["query_start_loc"] = given["qo_indptr"].to(device)
+    return found
 
 
 def _right(window: Any) -> int:
@@ -224,7 +376,11 @@ def _trtllm(arguments: dict[str, Any], reading: Reading) -> None:
             reading.unmodelled.append("bmm2_scale")
         if query.dtype.itemsize == 1:
             reading.unmodelled.append("query in FP8")
-    for name in ("q_len_per_req", "o_sf_scale", "skip_softmax_threshold_scale_factor"):
+    rows = arguments.get("q_len_per_req") or 1
+    if rows > 1 and isinstance(query, torch.Tensor) and "query_start_loc" not in fields:
+        count = torch.arange(len(query) // rows + 1, dtype=torch.int32, device=query.device)
+        fields["query_start_loc"] = count * rows
+    for name in ("o_sf_scale", "skip_softmax_threshold_scale_factor"):
         if arguments.get(name) not in (None, 1):
             reading.unmodelled.append(name)
     reading.result = output_of
@@ -353,6 +509,18 @@ _OTHERS: tuple[Row, ...] = (
         )
         for name, what in (("decode", "decode"), ("prefill", "context"))
     ),
+    *(
+        (folder, "flash_attn_with_kvcache", UNIFIED, "flash", _flash_decode, _OF_FLASH_DECODE)
+        for folder in ("flash_attn.flash_attn_interface", "flash_attn_interface")
+    ),
+    *(
+        (folder, "flash_mla_with_kvcache", UNIFIED, "flash", _latent, _OF_LATENT)
+        for folder in ("flash_mla.flash_mla_interface", "vllm.v1.attention.ops.flashmla")
+    ),
+    *(
+        (module, "trtllm_batch_decode_with_kv_cache_mla", UNIFIED, "flash", _latent, _OF_LATENT)
+        for module in ("flashinfer.mla", "flashinfer.decode")
+    ),
     ("torch.nn.functional", SDPA, UNIFIED, "HND", _sdpa, ("enable_gqa",)),
     (
         "torch.nn.attention.flex_attention",
@@ -366,8 +534,20 @@ _OTHERS: tuple[Row, ...] = (
 
 
 def other_ops() -> tuple[RecordedOp, ...]:
-    """Return the ops of other libraries that are recorded."""
-    return tuple(map(_op, _OTHERS))
+    """Return the ops of other libraries that are recorded, and the plans of FlashInfer's wrappers."""
+    modules = {"BatchDecode": "flashinfer.decode", "BatchPrefill": "flashinfer.prefill"}
+    wrappers = (
+        RecordedOp(
+            module=modules[class_.partition("With")[0]],
+            function=f"{class_}.{method}",
+            op=UNIFIED,
+            adjust=read_wrapper,
+            is_plan=method == "plan",
+        )
+        for class_ in WRAPPERS
+        for method in ("plan", "run")
+    )
+    return (*map(_op, _OTHERS), *wrappers)
 
 
 # vLLM's attention ops in Python (releases 0.11.2 and 0.33.0), and what their names alone do not say.

@@ -2,8 +2,8 @@
 
 A function is replaced in the module that defines it and under every name by which another imported module has
 it (``from module import op``). A module that is imported later is patched when its own code has run, so
-everything that imports the function from it gets the wrapper. Names in classes, closures and containers are
-not replaced.
+everything that imports the function from it gets the wrapper. A method, "Class.method", is replaced in its
+class. Other names in classes, closures and containers are not replaced.
 """
 
 import importlib.abc
@@ -29,6 +29,7 @@ class Patches:
         self._targets = {name: tuple(functions) for name, functions in targets.items()}
         self._wrap = wrap
         self._wrappers: dict[int, tuple[Function, Function]] = {}  # by id of the original
+        self._methods: list[tuple[Any, str, Function]] = []  # class, name, original
         self._finder = _Finder(self)
 
     def install(self) -> None:
@@ -54,7 +55,9 @@ class Patches:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         _replace({id(new): (new, old) for old, new in self._wrappers.values()})
-        self._wrappers = {}
+        for owner, name, original in self._methods:
+            setattr(owner, name, original)
+        self._wrappers, self._methods = {}, []
 
     def is_target(self, module: str) -> bool:
         """Answer whether a module has functions to wrap."""
@@ -67,11 +70,17 @@ class Patches:
     def _wrapped(self, module: ModuleType) -> dict[int, tuple[Function, Function]]:
         found = {}
         for name in self._targets[module.__name__]:
-            original = vars(module).get(name)
-            if original is None or id(original) in self._wrappers:
+            class_, _, method = name.rpartition(".")
+            owner = vars(module).get(class_) if class_ else module
+            original = None if owner is None else vars(owner).get(method)
+            known = [*self._wrappers, *(id(vars(one)[which]) for one, which, _ in self._methods)]
+            if original is None or id(original) in known:
                 continue
             wrapper = self._wrap(module.__name__, name, original)
-            if wrapper is not None:
+            if wrapper is not None and class_:
+                setattr(owner, method, wrapper)
+                self._methods.append((owner, method, original))
+            elif wrapper is not None:
                 found[id(original)] = (original, wrapper)
         self._wrappers |= found
         return found

@@ -18,6 +18,8 @@ from attnlab.replay.replay_call import CANNOT_RUN, MATCH, Difference, compare_ou
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
 from attnlab.tensors.call import KernelCall
 
+_SHOWN = ("kv_cache_dtype", "sliding_window", "mask", "softcap", "sinks", "alibi", "kv_layout", "freed",
+          "sm_scale", "num_splits", "pad_batch", "interleave_v")  # fmt: skip
 _DRAWS = 20  # for each case, until one fits both backends
 
 
@@ -59,6 +61,18 @@ class Compared:
         """Answer whether one of the backends is wrong."""
         return any(one.is_wrong for one in self.outcomes)
 
+    @property
+    def text(self) -> str:
+        """Return the sizes of the case, its lengths (new and context tokens), and what is unusual."""
+        case = self.case
+        lengths = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+        words = [
+            f"{case.num_heads} heads of {case.head_size}, {case.num_queries_per_kv} per KV head, "
+            f"blocks of {case.block_size}, {case.dtype}; {', '.join(f'{q}+{c}' for q, c in lengths)} tokens"
+        ]
+        words += [f"{name} {value}" for name, value in case.changes().items() if name in _SHOWN]
+        return "; ".join(words)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(Shown):
@@ -74,6 +88,11 @@ class Comparison(Shown):
         if any(one.is_different for one in self.cases):
             return 1
         return 0 if self.cases else 3
+
+    @property
+    def ordered(self) -> list[Compared]:
+        """Return the cases, those with a difference first."""
+        return sorted(self.cases, key=lambda one: not one.is_different)
 
     def sentences(self) -> list[str]:
         """Return which side is wrong, how often, and how to go on."""
@@ -99,10 +118,9 @@ class Comparison(Shown):
     def sheet(self) -> Sheet:
         """Return a row for each case, those with a difference first."""
         tone: Tone = "bad" if self.exit_code == 1 else "good" if self.cases else "warn"
-        ordered = sorted(self.cases, key=lambda one: not one.is_different)
         parts: list[Part] = [Lines([*self.sentences(), *self._next()])]
-        rows = [_row(one) for one in ordered]
-        parts.append(Grid(("case", *self.names), rows, most=len(rows)))
+        rows = [_row(number, one) for number, one in enumerate(self.ordered, 1)]
+        parts.append(Grid(("", "case", *self.names), rows, most=len(rows)))
         if self.left_out:
             parts.append(
                 Facts([("left out", f"{n} draws: {text}") for text, n in self.left_out.items()])
@@ -120,25 +138,10 @@ class Comparison(Shown):
         return []
 
 
-def _row(one: Compared) -> Row:
+def _row(number: int, one: Compared) -> Row:
     tones: list[Tone] = ["bad" if each.is_wrong else "good" for each in one.outcomes]
     texts = [Words(each.text(), tone) for each, tone in zip(one.outcomes, tones, strict=True)]
-    return [_case_text(one.case), *texts]
-
-
-_SHOWN = ("kv_cache_dtype", "sliding_window", "mask", "softcap", "sinks", "alibi", "kv_layout", "freed",
-          "sm_scale", "num_splits", "pad_batch", "interleave_v")  # fmt: skip
-
-
-def _case_text(case: Case) -> str:
-    """Return the sizes of a case, its lengths (new and context tokens), and what is unusual."""
-    lengths = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
-    words = [
-        f"{case.num_heads} heads of {case.head_size}, {case.num_queries_per_kv} per KV head, "
-        f"blocks of {case.block_size}, {case.dtype}; {', '.join(f'{q}+{c}' for q, c in lengths)} tokens"
-    ]
-    words += [f"{name} {value}" for name, value in case.changes().items() if name in _SHOWN]
-    return "; ".join(words)
+    return [number, one.text, *texts]
 
 
 def compare_backends(

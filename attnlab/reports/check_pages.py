@@ -5,6 +5,7 @@ import io
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +21,7 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes, write_text
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.releases import FINDING, STATES, Fault, ReleaseTable
+from attnlab.checker.releases import STATES, Fault, OpRun, ReleaseTable, ranges
 from attnlab.checker.report import Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
@@ -153,7 +154,8 @@ class Row:
     """A fault as the page shows it.
 
     ``spans``: the releases that have it, as ranges without gaps; ``kind``: in words; ``command``: runs its
-    smallest case in the first release.
+    smallest case in the first release; ``group``: the heading above it; ``runs``: of a fault of several
+    libraries, what its calls did, by state.
     """
 
     number: int
@@ -161,30 +163,62 @@ class Row:
     spans: str
     kind: str
     command: str
+    group: str
+    runs: dict[str, list[tuple[OpRun, str]]]
 
 
 def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
     """Write the table as one self-contained HTML page; ``command``: what made it, default this command."""
-    rows = [_row(table, number, fault) for number, fault in enumerate(table.faults, 1)]
-    by_op = [(op, [*group]) for op, group in groupby(rows, lambda row: row.fault.finding.op)]
+    faults = sorted(table.faults, key=lambda one: _GROUPS.index(_age(table, one)))
+    rows = [_row(table, number, fault) for number, fault in enumerate(faults, 1)]
+    groups = groupby(rows, lambda row: row.group)
     page = render_page(
         "releases.html.j2",
-        title=f"Faults of {table.library}'s attention ops, {table.releases[0]} to {table.releases[-1]}",
+        title=_title(table),
         table=table,
         rows=rows,
-        by_op=by_op,
+        by_op=[(name, [*group]) for name, group in groups],
         minors=[(name, [*group]) for name, group in groupby(table.releases, _minor)],
         signs=SIGNS,
         native_signs=NATIVE_SIGNS,
         is_native_tried=any(fault.native for fault in table.faults),
+        counts=Counter(state for fault in table.faults for state in fault.cells.values()),
         states=STATES,
         command=command or shlex.join(["attnlab", *sys.argv[1:]]),
     )
     write_text(path, page)
 
 
+# Faults of several libraries, by the newest release that has them.
+_CURRENT, _EARLIER = "in the newest release of a library", "in earlier releases"
+_NEVER = "in no release"
+_GROUPS = ("", _CURRENT, _EARLIER, _NEVER)
+
+
+def _age(table: ReleaseTable, fault: Fault) -> str:
+    """Return which releases of several libraries have a fault, "" for a fault of one library."""
+    if not fault.family:
+        return ""
+    newest = {of[-1] for of in table.libraries.values()}
+    return _CURRENT if newest & {*fault.releases} else _EARLIER if fault.releases else _NEVER
+
+
+def _group(table: ReleaseTable, fault: Fault) -> str:
+    """Return the heading above a fault."""
+    age = _age(table, fault)
+    return f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op
+
+
+def _title(table: ReleaseTable) -> str:
+    """Return what the table is about."""
+    libraries = [*table.libraries]
+    if len(libraries) == 1:
+        return f"Faults of {libraries[0]}'s attention ops, {table.span}"
+    return f"Faults of the attention ops of {', '.join(libraries[:-1])} and {libraries[-1]}"
+
+
 def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
-    finding, first = fault.finding, fault.releases[0]
+    finding, first = fault.finding, next(iter(fault.releases), "")
     is_vllm = finding.case.backend == "vllm" and not finding.horizon
     source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
     return Row(
@@ -193,22 +227,24 @@ def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
         spans=spans(table.releases, fault),
         kind=KINDS[finding.kind],
         command=finding.run(first) + source,
+        group=_group(table, fault),
+        runs={
+            state: [(one, ranges(table.releases, one.releases)) for one in of]
+            for state in STATES
+            if (of := [one for one in fault.runs if one.state == state])
+        },
     )
 
 
 def spans(releases: list[str], fault: Fault) -> str:
     """Return the releases that have a fault as ranges, such as "0.9.0 to 0.11.2, 0.30.0"."""
-    parts = []
-    for has_fault, group in groupby(releases, lambda version: fault.cells[version] == FINDING):
-        found = [*group]
-        if has_fault:
-            parts.append(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}")
-    return ", ".join(parts)
+    return ranges(releases, fault.releases)
 
 
 def _minor(version: str) -> str:
-    """Return the first two numbers of a version."""
-    return ".".join(re.findall(r"\d+", version)[:2])
+    """Return the library of a version, if it has one, and its first two numbers."""
+    library, _, numbers = version.rpartition(" ")
+    return ".".join([library, *re.findall(r"\d+", numbers)[:2]])
 
 
 # Pictures of the findings of a check: an error map and an X-ray for each, and one page with all of them.

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.lab.decode_error import ErrorAnswer
     from attnlab.lab.result import Result
+    from attnlab.replay.random_comparison import Comparison
 
 _CONTEXT = 4  # lines of the source before and after the faulty one
 _MOST_LINES = 25  # of a comment
@@ -200,7 +201,8 @@ def page_of(
     elif sheet.kind == "Decoded error" and lines[1:]:  # the first states the platform
         cause, evidence = lines[1], [lines[0], *lines[2:]]
     else:
-        cause, evidence = (f"{head}: {lines[0]}", lines[1:]) if texts and lines else (head, lines)
+        is_said = not lines or lines[0].startswith(head)
+        cause, evidence = (lines or [head])[0] if is_said else f"{head}: {lines[0]}", lines[1:]
     if sheet.kind == "Report":
         cause, evidence = _of_report(noun, head, lines)  # type: ignore[arg-type]
         if found := noun.unexpected:  # type: ignore[attr-defined]
@@ -445,6 +447,23 @@ def matrix_pictures(table: "MatrixTable") -> tuple[Picture, ...]:
     return tuple(found)
 
 
+def comparison_pictures(found: "Comparison") -> tuple[Picture, ...]:
+    """Draw in which cases each of two kernels is wrong; the cases as in the table of the page."""
+    cases = found.ordered[:_MOST_COLUMNS]
+    cells = [
+        [
+            _square(one.outcomes[i].is_wrong, f"{one.text}: {one.outcomes[i].text()}", "right")
+            for one in cases
+        ]
+        for i in range(2)
+    ]
+    left_out = _left_out(len(cases), len(found.cases), "cases")
+    title = f"In which cases each kernel is wrong{left_out}"
+    svg = _grid(found.names, cells, _numbered("case", len(cases), 1))
+    legend = _legend({"wrong": "wrong beyond rounding, or rejected", "right": "right"}, cells)
+    return (Picture(title=title, svg=svg, legend=legend),) if cases else ()
+
+
 def slot_picture(found: SlotMap) -> Picture:
     """Draw which slots of the cache were read, and which of them hold no token of their reader."""
     owners = found.provenance.seq
@@ -521,8 +540,9 @@ def _numbered(what: str, count: int, first: int = 0) -> str:
 def _grid(labels: Sequence[str], cells: Sequence[Sequence[Square]], columns: str) -> str:
     """Return a table of small SVG squares: a label for each row, and what the columns are."""
     width = (len(cells[0]) if cells else 0) * (_CELL + _GAP)
+    size = f'width="{width}" height="{_CELL}" viewBox="0 0 {width} {_CELL}"'
     rows = "".join(
-        f'<tr><th scope="row">{escape(label)}</th><td><svg width="{width}" height="{_CELL}" role="img">'
+        f'<tr><th scope="row">{escape(label).replace("_", "_<wbr>")}</th><td><svg {size} role="img">'
         f"<title>{escape(label)}</title>{''.join(_squares(line))}</svg></td></tr>"
         for label, line in zip(labels, cells, strict=True)
     )

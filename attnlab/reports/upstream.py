@@ -5,10 +5,12 @@ with float64. It imports only torch, Triton and vLLM.
 """
 
 import base64
+import inspect
 import math
 import platform
 import textwrap
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -28,10 +30,12 @@ from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.slot_states import cached_lens
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.binding import arguments_of
+from attnlab.kernels.binding import Values, arguments_of, evaluate, is_default
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
+from attnlab.library.op import package_of
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import stored_tensors
@@ -191,12 +195,17 @@ _BUFFER = {"nan": 'float("nan")', "zeros": "0.0", "recycled": "1.5"}
 
 
 def write_reports(
-    findings: list[Finding], folder: Path, version: str, device: str = "cpu"
+    findings: Sequence[Finding],
+    folder: Path,
+    version: str,
+    device: str = "cpu",
+    backend: Backend | None = None,
 ) -> list[Path]:
     """Write a text and a script for each finding to ``folder``, and return their paths.
 
     - ``version``: a description of the vLLM that ran.
     - ``device``: "cuda", or "cpu" for Triton's interpreter.
+    - ``backend``: of another library than vLLM, what runs its ops.
 
     The folder is created if it is missing. A finding without a script (:func:`has_script`) gets a text
     only, an int32 horizon nothing: it has no Case. Raises InvalidCase if the folder cannot be created or
@@ -209,12 +218,25 @@ def write_reports(
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
-        facts["script"] = _script(finding.case, facts)
+        facts["script"], facts["no_script"] = _script(finding.case, facts), ""
+        if OPS[finding.op].library != "vllm" and backend is not None:
+            facts["script"], facts["no_script"] = _library_script(finding, backend)
         for suffix, text in (("py", facts["script"]), ("md", render("upstream.md.j2", facts))):
             if text:
                 write_text(folder / f"{name}.{suffix}", text)
                 written.append(folder / f"{name}.{suffix}")
     return written
+
+
+def _library_script(finding: Finding, backend: Backend) -> tuple[str, str]:
+    """Return the script of a finding in an op of another library than vLLM, and why there is none, or ""."""
+    case = finding.case.replace(backend=backend.name)
+    if case.op_argument != NONE:
+        return "", "a script passes no op argument of attnlab"
+    if case.first_block:
+        return "", "the blocks before the first one are too large for a script"
+    call = Lab(source=backend.path, device="cpu").call(case)
+    return script_of(call, Target.of(case), backend, finding.evidence)
 
 
 def _script(case: Case, facts: dict[str, Any]) -> str:
@@ -249,6 +271,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "evidence": finding.evidence.rstrip("."),
         "diagnosis": finding.title,
         "version": version,
+        "package": package_of(OPS[finding.op].library).title,
         "seen": finding.seen,
         "op": finding.op,
         "function": OPS[finding.op].function,
@@ -382,6 +405,8 @@ def render(template: str, facts: dict[str, Any]) -> str:
 
 # A script that reproduces a wrong call without the lab: it holds the tensors of the call.
 
+_TRITON_DTYPES = {"fp16": "triton.language.float16", "bf16": "triton.language.bfloat16"}
+_TRITON_DTYPES |= {"fp32": "triton.language.float32"}
 _MOST_BYTES = 4 << 20  # of the tensors of a call, compressed
 
 
@@ -390,7 +415,8 @@ class ScriptedKernel:
     """What a script calls: vLLM's op, or a user's function.
 
     ``file``: the text of the function's file, "" for a function of an installed module and for an op.
-    ``arguments``: by name; without the output, the function returns it.
+    ``arguments``: by name; without the output, the function returns it. ``caches``: of an op of another
+    library than vLLM, keys and values [num_blocks, block_size, num_kv_heads, head_size].
     """
 
     function: str
@@ -398,6 +424,7 @@ class ScriptedKernel:
     arguments: dict[str, Any]
     file: str = ""
     is_own: bool = False
+    caches: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, call: KernelCall, target: Target, backend: Backend) -> "ScriptedKernel":
@@ -411,9 +438,7 @@ class ScriptedKernel:
         if not isinstance(backend, PluginBackend):
             raise Unsupported(f"a script has no backend {backend.name}")
         if backend.op_source is not None:
-            package = backend.op_source.package.title
-            text = "a script calls an op of vLLM, or a function of yours"
-            raise Unsupported(f"{text}, and {call.op} is an op of {package}")
+            return cls._of_library(call, target, backend, backend.op_source)
         kernel = backend.kernel
         if not isinstance(kernel, ByName):
             raise Unsupported("a script has no KernelCall, which is the argument of the function")
@@ -425,6 +450,28 @@ class ScriptedKernel:
             module=Path(file).stem if is_file else file,
             file=Path(file).expanduser().read_text(encoding="utf-8") if is_file else "",
             arguments=arguments,
+            is_own=True,
+        )
+
+    @classmethod
+    def _of_library(
+        cls, call: KernelCall, target: Target, backend: PluginBackend, source: Source
+    ) -> "ScriptedKernel":
+        """Return an op of a library, whose arguments and caches share their memory as in the call."""
+        op = call.spec
+        if op.result not in (None, "returned"):
+            raise Unsupported(f"a script compares an output, and {call.op} has none")
+        file = source.op_file(op.module).relative_to(source.root)
+        values = Values(call, target)
+        known = inspect.signature(backend.function_of(op, target.platform)).parameters
+        found = {
+            name: evaluate(text, values) for name, text in op.arguments.items() if name in known
+        }
+        return cls(
+            function=op.function,
+            module=".".join(file.with_suffix("").parts),
+            arguments={name: one for name, one in found.items() if not is_default(one)},
+            caches=values["flash_cache"],
             is_own=True,
         )
 
@@ -471,16 +518,21 @@ def _call_script(
     call: KernelCall, target: Target, kernel: ScriptedKernel, backend: Backend, evidence: str
 ) -> str:
     """Return the text of a script. Raises Unsupported for arguments that it cannot hold."""
-    texts = {name: expression(name, value, call) for name, value in kernel.arguments.items()}
-    caches = {
-        text: kernel.arguments[name]
-        for name, text in texts.items()
-        if text in ("key_cache", "value_cache")
-    }
+    if kernel.caches:
+        texts, more = _held(kernel.arguments, call)
+        caches = dict(zip(("key_cache", "value_cache"), kernel.caches, strict=True))
+    else:
+        more, named = {}, kernel.arguments.items()
+        texts = {name: expression(name, value, call) for name, value in named}
+        caches = {
+            text: kernel.arguments[name]
+            for name, text in texts.items()
+            if text in ("key_cache", "value_cache")
+        }
     is_plain = len(caches) == 2 and all(_is_flash(one, call) for one in caches.values())
     if kernel.is_own and not is_plain:
         raise Unsupported("a script has caches [num_blocks, block_size, num_kv_heads, head_size]")
-    facts = {**_sizes(call), **_tensors(call, target, caches)}
+    facts = {**_sizes(call), **_tensors(call, target, {**caches, **more})}
     if sum(map(len, facts["storages"].values())) + len(kernel.file) > _MOST_BYTES:
         raise Unsupported("the tensors of the call are too large for a script")
     if "new_keys" in texts.values() and not facts["has_new"]:
@@ -492,6 +544,7 @@ def _call_script(
         {
             **facts,
             "title": f"{kernel.function if kernel.is_own else call.op}: output is wrong",
+            "needs_triton": any("triton." in one for one in texts.values()),
             "evidence": evidence.rstrip("."),
             "version": backend.version,
             "how": "natively"
@@ -505,6 +558,26 @@ def _call_script(
             "output": next((name for name, text in texts.items() if text == "output"), ""),
         },
     )
+
+
+def _held(
+    arguments: dict[str, Any], call: KernelCall
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return the arguments of a library's op as expressions, and the tensors that these name."""
+    fields: dict[str, Any] = {"query": call.query, "new_keys": call.key, "new_values": call.value}
+    fields |= {"output": call.output, "alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
+    texts, held = {}, dict[str, torch.Tensor]()
+    for name, value in arguments.items():
+        field = next((n for n, one in fields.items() if one is value is not None), None)
+        if field is not None:
+            texts[name] = field
+        elif not isinstance(value, torch.Tensor):
+            texts[name] = _TRITON_DTYPES.get(str(value), repr(value))
+        elif value.is_floating_point() and value.dtype.itemsize > 1 and value.isnan().all():
+            texts[name] = expression(name, value, call)
+        else:
+            texts[name], held[f"given_{name}"] = f"given_{name}", value
+    return texts, held
 
 
 def _is_flash(cache: torch.Tensor, call: KernelCall) -> bool:
@@ -575,7 +648,7 @@ def _tensors(call: KernelCall, target: Target, caches: dict[str, torch.Tensor]) 
     contexts = (call.seq_lens.long() - call.query_lens).tolist()
     held = contexts if call.new_tokens == "given" else cached
     read = paged.format_of(call, target)
-    tensors = {"query": call.query, **caches}
+    tensors = {"query": call.query, **caches}  # and what else the op gets
     if call.new_tokens == "given":
         tensors |= {"new_keys": call.key, "new_values": call.value}
     if call.before is not None:

@@ -335,7 +335,8 @@ def start(text: str) -> Session:
     ops = {
         op.name: op
         for op in recorded_ops(on_error=session.failed)
-        if not (op.name.startswith("torch.") or op.writes_cache)
+        # Reading the pages of a wrapper's plan waits for the GPU.
+        if not (op.name.startswith("torch.") or op.writes_cache or "." in op.function)
     }
     patches = Patches(hooked_names(ops), functools.partial(_wrapper, session, ops))
     _started.append((session, patches))

@@ -73,7 +73,7 @@ def _masked(case: Case) -> Visibility:
         for name, how in MASKS[case.mask].states.items()
     }
     # A window is limited to the right as far as to the left, if the op has an argument for it.
-    has_right = window and "causal" in stated and case.spec.parameters("window_right")
+    has_right = window and "causal" in stated and case.spec.has_right_window
     right = window - 1 if has_right else None
     return Visibility(sliding_window=window, window_right=right, **stated)
 

@@ -16,6 +16,7 @@ from attnlab.checker.case_run import Rules, evidence_fields, lab_of
 from attnlab.checker.finding import HORIZON, UNNAMED, Finding, merged_findings
 from attnlab.checker.library import merged_by_line
 from attnlab.checker.plan import Plan, groups, named_outcomes, naming_tasks
+from attnlab.cli import demo
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.diagnose import diagnose
@@ -208,6 +209,37 @@ def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, co
     cases = (case, case.replace(softcap=3.0), *((alone,) if count == 1 else ()))
     found = [one for each in cases for one in check_case(lab, backend, each)]
     assert len(grouped_findings(*found)) == count
+
+
+def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
+    """Rows at every 32nd position lose their newest key: a decode in one case, a prefill in another, and a
+    row that equals its neighbour in one whose keys are equal."""
+    text = PLANTED + "        hidden = hidden | ((away == 0) & (at % 32 == 31))\n"
+    backend = planted(tmp_path, RIGHT.replace(PLANTED, text))
+    lab, found = lab_of(backend, "cpu"), []
+    plain = {"op": backend.op, "backend": backend.name, "platform": "sm_90"}
+    for query_lens, ctx_lens, values in (
+        ((1, 5, 1), (16, 15, 31), "normal"), ((1, 3), (50, 93), "normal"), ((3, 1), (29, 37), "ties"),
+    ):  # fmt: skip
+        case = hostile(**plain, query_lens=query_lens, ctx_lens=ctx_lens, distribution=values)
+        found += check_case(lab, backend, case)
+    ((_, seen),) = grouped_findings(*found)
+    assert seen == 3
+
+
+def test_a_wrong_head_is_one_finding_in_every_layout(tmp_path):
+    """A function of tensors gets its caches with the strides that a rule about addresses is tried with."""
+    text = (Path(demo.KERNEL)).read_text().replace(demo.RIGHT, demo.WRONG)
+    backend = planted(tmp_path, text, "paged_attention")
+    fields = {
+        "op": backend.ops[0],
+        "backend": backend.name,
+        "num_heads": 6,
+        "num_queries_per_kv": 3,
+    }
+    case = hostile(**fields, query_lens=(1, 9), ctx_lens=(64, 40), kv_layout="HND")
+    (found,) = [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
+    assert found.diagnosis.endswith("with head within its group in place of KV head")
 
 
 def test_a_fault_has_its_name_also_where_the_window_has_freed_blocks(tmp_path):

@@ -273,9 +273,7 @@ def test_a_count_does_not_say_which_rows(capsys, monkeypatch):
     """8192 elements may be spread over many rows."""
     sentences = decoded(capsys, monkeypatch, TEXT, "--test-id", SEED_ID)["sentences"]
     (count,) = (one for one in sentences if one.startswith("8192"))
-    assert (
-        "as many as 1 row of all heads have; which rows they are in, the text does not say" in count
-    )
+    assert "as many as 1 row of all heads; which rows they are in, the text does not say" in count
 
 
 def test_weights_that_do_not_sum_to_1_are_not_ruled_out(capsys, monkeypatch):

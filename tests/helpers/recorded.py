@@ -69,9 +69,14 @@ def flash_attn_varlen_func(
     scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0,
     output_scale=None, fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0,
 ):
-    if block_table is None:
-        return q
     out = torch.empty_like(q)
+    if block_table is None and cu_seqlens_k is None:
+        return q
+    if block_table is None:
+        lens, longest = cu_seqlens_k.diff(), int(cu_seqlens_k.diff().max())
+        table = cu_seqlens_k[:-1, None] + torch.arange(longest) % lens[:, None]
+        paged(q, k[:, None], v[:, None], table, lens, cu_seqlens_q, out, softmax_scale)
+        return out
     paged(q, k, v, block_table, seqused_k, cu_seqlens_q, out, softmax_scale, window_size[0] + 1)
     return (out, torch.zeros(q.shape[1], len(q))) if return_softmax_lse else out
 """
@@ -195,3 +200,141 @@ def flashinfer_module(kind: str) -> Any:
         return call
 
     return module_of(f"flashinfer.{kind}", _TRTLLM[kind], run)
+
+
+# FlashInfer's wrappers, and ops with a query for each sequence, computed in torch. ``FAULT`` plants one.
+_WRAPPER = (
+    KERNEL
+    + """
+FAULT = False
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        self._kv_layout = kv_layout
+
+    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+             num_kv_heads, head_dim_qk, page_size, causal=False, sm_scale=None, window_left=-1):
+        counts = paged_kv_indptr.diff()
+        table = torch.zeros(len(counts), int(counts.max())).int()
+        for row, pages in zip(table, paged_kv_indices.split(counts.tolist())):
+            row[: len(pages)] = pages
+        self.given = table, (counts - 1) * page_size + paged_kv_last_page_len, qo_indptr, sm_scale
+
+    def run(self, q, paged_kv_cache, *args, k_scale=None, v_scale=None, out=None, return_lse=False):
+        key, value = paged_kv_cache.unbind(1)
+        table, lens, starts, scale = self.given
+        out = torch.empty_like(q)
+        paged(q, key, value, table.flip(1) if FAULT else table, lens, starts, out, scale)
+        return out
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None,
+                            softmax_scale=None, causal=False, window_size=(-1, -1)):
+    out, starts = torch.empty_like(q).flatten(0, 1), torch.arange(len(q) + 1) * q.shape[1]
+    lens = cache_seqlens - 1 if FAULT else cache_seqlens
+    paged(q.flatten(0, 1), k_cache, v_cache, block_table, lens, starts, out, softmax_scale)
+    return out.view_as(q)
+
+
+def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata,
+                           num_splits, softmax_scale=None, causal=False):
+    starts, out = torch.arange(len(q) + 1) * q.shape[1], torch.empty_like(q).flatten(0, 1)
+    value = k_cache.flip(0) if FAULT else k_cache
+    paged(q.flatten(0, 1), k_cache, value, block_table, cache_seqlens, starts, out, softmax_scale)
+    out = out[..., :head_dim_v].view(*q.shape[:3], -1)
+    return out, torch.zeros(len(q), q.shape[2], q.shape[1])
+
+
+def trtllm_batch_decode_with_kv_cache_mla(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank,
+                                          qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
+                                          bmm1_scale=1.0, bmm2_scale=1.0):
+    cache = kv_cache[:, :, None]
+    return flash_mla_with_kvcache(
+        query, cache, block_tables, seq_lens, kv_lora_rank, None, None, softmax_scale=bmm1_scale
+    )[0]
+"""
+)
+
+
+def planned_wrapper(fault: bool) -> Any:
+    """Have FlashInfer's wrapper for prefills over pages; ``run`` plans and runs it."""
+
+    def run(module: types.ModuleType) -> Any:
+        def call() -> None:
+            given = batch()
+            module.FAULT = fault
+            wrapper = module.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1))
+            lens, table = given["seq_lens"], given["block_table"]
+            counts = -(-lens // given["k_cache"].shape[1])
+            pages = torch.cat([row[:n] for row, n in zip(table, counts, strict=True)])
+            starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+            size = given["k_cache"].shape[1]
+            last = lens - (counts - 1) * size
+            wrapper.plan(
+                given["cu_seqlens_q"],
+                starts,
+                pages,
+                last,
+                4,
+                2,
+                64,
+                size,
+                causal=True,
+                sm_scale=0.125,
+            )
+            wrapper.run(given["q"], torch.stack([given["k_cache"], given["v_cache"]], 1))
+
+        return call
+
+    return module_of("flashinfer.prefill", _WRAPPER, run)
+
+
+def decode_module(function: str, fault: bool) -> Any:
+    """Have a call of decodes whose query has four dimensions, with a latent cache or a plain one."""
+    module_name = {
+        "flash_attn_with_kvcache": "flash_attn.flash_attn_interface",
+        "flash_mla_with_kvcache": "flash_mla.flash_mla_interface",
+        "trtllm_batch_decode_with_kv_cache_mla": "flashinfer.mla",
+    }[function]
+
+    def run(module: types.ModuleType) -> Any:
+        def call() -> None:
+            given = batch()
+            module.FAULT = fault
+            query = given["q"][:2, None]
+            table, lens = given["block_table"], given["seq_lens"]
+            key, value = given["k_cache"], given["v_cache"]
+            if "mla" in function:
+                key = key[:, :, :1].contiguous()
+            if function.startswith("trtllm"):
+                module.trtllm_batch_decode_with_kv_cache_mla(
+                    query,
+                    key[:, :, 0],
+                    torch.zeros(1),
+                    32,
+                    32,
+                    32,
+                    table,
+                    lens,
+                    64,
+                    bmm1_scale=0.125,
+                )
+                return
+            if "mla" in function:
+                module.flash_mla_with_kvcache(
+                    query, key, table, lens, 32, None, None, softmax_scale=0.125, causal=True
+                )
+                return
+            module.flash_attn_with_kvcache(
+                query,
+                key,
+                value,
+                cache_seqlens=lens,
+                block_table=table,
+                softmax_scale=0.125,
+                causal=True,
+            )
+
+        return call
+
+    return module_of(module_name, _WRAPPER, run)

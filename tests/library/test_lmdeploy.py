@@ -60,7 +60,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, page_table, soft
                             window_size=None, softcap=None, alibi_slopes=None, k_scales_zeros=None,
                             v_scales_zeros=None, quant_policy=QuantPolicy.NONE, sinks=None):
     out = q.new_empty(q.shape)
-    scales = (1, 1) if quant_policy == 0 else (k_scales_zeros, v_scales_zeros)
+    is_fp8 = quant_policy in (QuantPolicy.FP8, QuantPolicy.FP8_E5M2)
+    scales = (k_scales_zeros, v_scales_zeros) if is_fp8 else (1, 1)
     for i, n in enumerate(cache_seqlens.tolist()):
         if n:
             pages = page_table[i, : -(-n // k_cache.shape[1])].long()  # with what follows the last token
@@ -98,7 +99,8 @@ def fill_kv_cache(k_states, v_states, k_caches, v_caches, q_start_loc, q_seq_len
                 (k_states, k_caches, k_scales_zeros), (v_states, v_caches, v_scales_zeros)
             ):
                 one = states[int(start) + j]
-                one = one if quant_policy == 0 else (one.float() / scale).clamp(-448, 448)
+                is_fp8 = quant_policy in (QuantPolicy.FP8, QuantPolicy.FP8_E5M2)
+                one = (one.float() / scale).clamp(-448, 448) if is_fp8 else one
                 caches[block, at % size] = one
 """,
 }
@@ -173,6 +175,9 @@ def test_a_window_of_a_bidirectional_row_has_the_sides_that_the_op_has_arguments
     assert visibility_of(both).window_right == 3
     left = case(PREFILL, mask="bidirectional", sliding_window=4)
     assert visibility_of(left).window_right is None
+    fields = {"mask": "bidirectional", "sliding_window": 4, "backend": "library:sglang"}
+    implied = Case(op="sglang_extend_attention", **{**LENS, **fields})
+    assert visibility_of(implied).window_right == 3
 
 
 LENS = {"query_lens": (3,), "ctx_lens": (5,), "backend": "vllm"}
@@ -219,3 +224,17 @@ def test_a_source_of_a_call_names_its_library(tmp_path, capsys):
     assert main([*words, str(right)]) == 0
     assert main([*words, str(wrong)]) == 1
     assert "wrong weights in 2 of 2 rows" in capsys.readouterr().out
+
+
+@needs_triton
+def test_a_release_without_fp8_has_no_fp8_cases(tmp_path):
+    """LMDeploy has FP8 caches since 0.14.0: before, no op reads QuantPolicy.FP8."""
+    root = lmdeploy(tmp_path)
+    for file in root.rglob("*.py"):
+        file.write_text(file.read_text().replace("QuantPolicy.FP8", "QuantPolicy.INT8"))
+    backend = find_backend("library:lmdeploy", root, "cpu")
+    for op in (DECODE, FILL):
+        assert "kv_cache_dtype (no FP8 inside)" in backend.not_applicable(op)[0]
+        cases = list(hostile_cases(backend, op, "sm_90", None, 0))
+        assert cases
+        assert not any(case.is_fp8 for case in cases)

@@ -261,6 +261,12 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ("head // (HV // H)", "head % H", "modulo the number of key heads"),
         ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
         ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
+        # The keys after the end of a row are finite but for those after the tensor, which are NaN.
+        (
+            "tl.load(k + key_row, mask=in_k, other=0.0)",
+            "tl.load(k + key_row)",
+            "after the end of k",
+        ),
         ("        tl.store(o", "        if i < 64:\n            tl.store(o", "that of token 64"),
     ],
 )

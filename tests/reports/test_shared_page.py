@@ -12,9 +12,11 @@ from attnlab.cli.main import main
 from attnlab.contracts.slot_states import SlotState
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
+from attnlab.replay.random_comparison import Compared, Comparison, Outcome
 from attnlab.reports.close_up import trace_run
 from attnlab.reports.shared_page import (
     _MOST_LINES,
+    comparison_pictures,
     error_picture,
     excerpt,
     matrix_pictures,
@@ -104,6 +106,19 @@ def test_the_ids_that_do_not_match_are_drawn() -> None:
     assert [name for name, _ in drawn[0].legend] == ["wrong", "right", "idle"]
     assert drawn[0].svg.count("<rect") == 3
     assert drawn[0].svg.count('<g class="wrong"><title>test_a[f16-80]: rejected<') == 1
+
+
+def test_the_cases_in_which_a_kernel_is_wrong_are_drawn() -> None:
+    """Those with a difference first, as in the table."""
+    right, wrong = Outcome(status="match"), Outcome(status="rejected", reason="no")
+    cases = [Compared(case=CASE, outcomes=(right, one)) for one in (right, wrong, right)]
+    found = Comparison(names=("mine", "other"), cases=tuple(cases), left_out={})
+    (picture,) = comparison_pictures(found)
+    first, second = picture.svg.split('<th scope="row">')[1:]
+    assert (first.count('<g class="wrong"'), second.count('<g class="wrong"')) == (0, 1)
+    assert second.index('<g class="wrong"') < second.index('<g class="right"')
+    assert "rejected: no" in second
+    assert comparison_pictures(Comparison(names=("a", "b"), cases=(), left_out={})) == ()
 
 
 def test_the_comment_of_a_check_has_the_smallest_cases() -> None:

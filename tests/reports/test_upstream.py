@@ -242,7 +242,7 @@ def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(InvalidCase, match="report must be a folder that can be created"):
         write_reports([found], tmp_path / "file", "vllm 0")
     assert main(["check", "--report", str(tmp_path)]) == 2
-    assert "report must be given with a vLLM" in capsys.readouterr().err
+    assert "report must be given with a library" in capsys.readouterr().err
 
 
 # The mask in a script: its function and its data say the same as the Visibility of the call.

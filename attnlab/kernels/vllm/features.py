@@ -200,6 +200,7 @@ _PREPARED = ("alibi", "sliding_window", "interleave_v", "sm_scale")
 _PLAIN: dict[str, Any] = {
     **{"mask": CAUSAL, "op_argument": NONE, "sliding_window": 0},
     **{"softcap": None, "num_splits": None, "output_scale": None, "sm_scale": None},
+    "kv_cache_dtype": "auto",
 }
 
 
@@ -274,6 +275,8 @@ def features_of(op: Op) -> Iterator[tuple[str, str]]:
     for field, names in _FIELDS.items():
         if field != "output_scale" and op.parameters(*names):
             yield field, ""
+    if op.fp8_inside:
+        yield "kv_cache_dtype", ""
     yield from (("mask", name) for name, mask in MASKS.items() if mask.is_of(op.name))
     yield from (
         ("op_argument", name) for name, one in OP_ARGUMENTS.items() if op.name in one.requires
@@ -302,6 +305,8 @@ def _needs(op: str, field: str, value: Any) -> Needs | None:
         return None if record.writes_cache else _ABSENT
     if not record.scores and field in _PREPARED:
         return None
+    if field == "kv_cache_dtype":
+        return Needs(inside=record.fp8_inside)
     return Needs(own=record.parameters(*_FIELDS[field]) or (field,))
 
 
@@ -340,7 +345,7 @@ def missing_scales(source: Source, case: Case) -> dict[str, tuple[str, ...]]:
 
 def _used(case: Case) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a Case that may need an argument, with their values."""
-    for field in (*_FIELDS, "mask", "op_argument"):
+    for field in (*_FIELDS, "mask", "op_argument", "kv_cache_dtype"):
         value = getattr(case, field, None)
         if value is not None and value != _PLAIN.get(field, False):
             yield field, value

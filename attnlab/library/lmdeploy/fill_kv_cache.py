@@ -23,6 +23,7 @@ OP = Op(
     scores=False,
     new_tokens_from="arguments",
     cache_layout="flash",
+    fp8_inside=("FP8",),  # of QuantPolicy, since 0.14.0
     writes_cache=True,
     hnd=True,
 )

@@ -35,6 +35,7 @@ OP = Op(
     },
     new_tokens_from="cache",
     cache_layout="flash",
+    fp8_inside=("FP8",),  # of QuantPolicy, since 0.14.0
     frees_blocks=False,  # window_block_manager.py removes them from the table, and their tokens from seq_lens
     min_window=2,  # window_size 0, which would show the token itself alone, means no window
     prefill=False,

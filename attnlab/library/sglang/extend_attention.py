@@ -39,6 +39,7 @@ OP = Op(
     lse="lse_extend if sinks is None else None",
     neutral={"page_size": PATH},
     masks=("bidirectional", "tree"),
+    two_sided=True,
     adds_bias=False,
     left_out={
         **_LEFT_OUT,
@@ -68,6 +69,7 @@ UNIFIED = Op(
     strides=dict.fromkeys(("q", "o", "k_buffer", "v_buffer"), 2),
     neutral={"page_size": PATH},
     masks=("bidirectional", "tree"),
+    two_sided=True,
     adds_bias=False,
     left_out=_LEFT_OUT,
     contract=_CONTRACT,

@@ -126,9 +126,9 @@
     const seen = (position) => picked().sees.some(([first, n]) => position >= first && position < first + n);
     const found = new Set();
     for (const [block, label, held] of seq.blocks) {
-      const row = put(body, "tr");
+      const row = put(body, "tr"), width = held.length * (CELL + GAP);
       put(row, "th", `block ${block} ${label}`, { scope: "row" });
-      const svg = put(put(row, "td"), "svg", "", { width: held.length * (CELL + GAP), height: CELL, role: "img" });
+      const svg = put(put(row, "td"), "svg", "", { width, height: CELL, viewBox: `0 0 ${width} ${CELL}`, role: "img" });
       held.forEach((position, i) => {
         const isRead = inStep.has(block * size + i), own = position >= 0;
         const name = isRead ? own ? "read" : "wrong" : own && seen(position) ? "right" : "idle";

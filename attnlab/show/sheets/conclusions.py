@@ -279,12 +279,13 @@ def write_report(one: "WriteReport") -> Sheet:
 
 def release_table(one: "ReleaseTable") -> Sheet:
     """Return a row per fault with its first and last release, and what did not run."""
-    count = "1 fault" if len(one.faults) == 1 else f"{len(one.faults)} faults"
+    found = one.found
+    count = "1 fault" if len(found) == 1 else f"{len(found)} faults"
     line = (
-        f"{one.releases[0]} to {one.releases[-1]}: {count} in {len(one.releases)} releases; "
+        f"{one.span}: {count} in {len(one.releases)} releases; "
         f"{one.cases_run} cases in {one.seconds:.0f} s"
     )
-    is_native_tried = any(fault.native for fault in one.faults)
+    is_native_tried = any(fault.native for fault in found)
     rows: list[Row] = [
         [
             fault.finding.op,
@@ -295,7 +296,7 @@ def release_table(one: "ReleaseTable") -> Sheet:
             len(fault.releases),
             *([fault.is_native] if is_native_tried else []),
         ]
-        for fault in one.faults
+        for fault in found
     ]
     parts: list[Part] = []
     if rows:
