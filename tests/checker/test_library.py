@@ -173,8 +173,10 @@ def test_a_release(source: Source) -> None:
 
 
 def test_hostile_cases_keep_every_contract() -> None:
-    """No case violates a contract, and the cases use all features. An op with few dtypes is not asked: a check
-    leaves out the cases that its contract excludes."""
+    """No case violates a contract, and the cases use all features.
+
+    An op with few dtypes is not asked: a check leaves out the cases that its contract excludes.
+    """
     lab, seen = Lab(), set[str]()
     for op in (one for one in TRITON_OPS if not OPS[one].contract.get("dtypes")):
         cases = list(hostile_cases(ModelBackend(rules="0.33.0"), op, "sm_90", DEFAULT_CASES, 0))

@@ -112,17 +112,28 @@ def recurrence(call):
                 value = call.value[row, head].double()
                 if call.op.delta:
                     value = beta[row, head] * (value - state @ key)
+                elif call.op.steps:
+                    value = call.step[row, head] * value
                 state = state + value[:, None] * key
                 output[row, head] = call.scale * (state @ query)
+                if call.op.skip:
+                    output[row, head] += call.D[head].double() * call.value[row, head].double()
             states[slot, head] = state
     return output, states
 
 
 @pytest.mark.parametrize(
-    "name", ["fla_chunk_gated_delta_rule", "fla_chunk_kda", "fla_chunk_simple_gla"]
+    "name",
+    [
+        "fla_chunk_gated_delta_rule",
+        "fla_chunk_kda",
+        "fla_chunk_simple_gla",
+        "vllm_mamba_chunk_scan",
+    ],
 )
 def test_the_plan_is_the_recurrence_in_chunks(name):
-    fields = {**plain_fields(STATE_OPS[name]), "query_lens": (70, 0, 3), "initial": "some"}
+    lens = (70, 0, 3) if STATE_OPS[name].empty else (70, 2, 3)
+    fields = {**plain_fields(STATE_OPS[name]), "query_lens": lens, "initial": "some"}
     call = make_call(StateCase(op=name, **fields))
     output, states = recurrence(call)
     for chunk in (1, 16, 64):
