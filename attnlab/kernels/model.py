@@ -670,6 +670,8 @@ _KERNELS = {
     ROCM_DECODE: paged_attention_rocm,
     UNIFIED: unified_attention,
     DECODE_FWD: decode_attention_fwd,
+    **dict.fromkeys(("segmented_attention", "xpu_mla_sparse"), unified_attention),
+    "turboquant_decode": decode_attention_fwd,
     MERGE: merge_attn_states,
     WRITE: reshape_and_cache_flash,
 }

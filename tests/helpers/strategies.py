@@ -89,6 +89,8 @@ def _where_it_runs(op, fields):
     changes = {}
     if fields["backend"] not in op.backends:
         changes |= {"backend": "model", "trace_reads": False}
+    if op.platforms and fields.get("platform") not in op.platforms:
+        changes["platform"] = op.platforms[0]
     if fields["release"] not in op.releases:
         changes["release"] = op.releases[-1]
     if fields["backend"] not in ("model", "vllm"):

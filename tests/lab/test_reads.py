@@ -119,7 +119,10 @@ def test_what_vllm_reads(source: Source) -> None:
     0.11.2's decode kernel also reads the tail of the last block; 0.33.0's does not.
     """
     lab = Lab(source=source.path, device="cpu")
-    for op in (op for op in TRITON_OPS if OPS[op].context):
+    copied = ("turboquant_decode", "xpu_mla_sparse")  # get the cache in another form
+    for op in (op for op in TRITON_OPS if OPS[op].context and op not in copied):
+        if source.rules not in OPS[op].releases:
+            continue
         lens = {"query_lens": (1, 1), "ctx_lens": (20, 37)}
         if op != "decode_attention_fwd":
             lens = {"query_lens": (1, 5, 1), "ctx_lens": (20, 30, 37)}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.case.ops import DECODE_FWD, ENCODER, TRITON_OPS, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, OPS, TRITON_OPS, WRITE
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import hollow_call, make_output, make_query_start_loc
@@ -217,7 +217,7 @@ def test_no_kv_heads_at_all():
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"op": op} for op in TRITON_OPS if op not in (DECODE_FWD, ENCODER)),
+        *({"op": op} for op in TRITON_OPS if OPS[op].prefill and op != ENCODER),
         {"op": DECODE_FWD, "query_lens": (1, 1), "ctx_lens": (5, 30)},
         {"op": ENCODER, "query_lens": (1, 7), "ctx_lens": (0, 0)},
         {"kv_cache_dtype": "fp8"},

@@ -9,7 +9,6 @@ OP = Op(
     # segmented_attention itself calls unified_attention for tensors that are not on a GPU.
     python_name="run_segmented_attention",
     backends=("model", "vllm"),
-    platforms=("gfx1100", "gfx1201"),
     releases=("0.33.0",),
     arguments={
         **{"q": "query", "kc": "flash_key_cache", "vc": "flash_value_cache", "out": "output"},

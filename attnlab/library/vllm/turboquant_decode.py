@@ -8,7 +8,8 @@ OP = Op(
     module="triton_turboquant_decode",
     python_name="triton_turboquant_decode_attention",
     backends=("model", "vllm"),
-    platforms=("sm_90",),
+    # sm_80 has keys in another FP8 format, e4b15.
+    platforms=("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90", "cpu"),
     releases=("0.33.0",),
     arguments={
         **same("query block_table seq_lens scale"),

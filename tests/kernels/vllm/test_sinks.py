@@ -111,6 +111,8 @@ def test_vllms_kernels_take_either_dtype(
     decodes: bool,
 ) -> None:
     """Sinks of either dtype give the same bits; the agreement check detects a missing or exchanged sink."""
+    if source.rules not in OPS[op].releases:
+        pytest.skip(f"{source.text()} has no {op}")
     lens = {**DECODES, "num_blocks": None} if decodes else {}
     case = hostile(
         op=op, sinks=True, platform="sm_90", release=source.rules, empty_slots="zeros", **lens
