@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attnlab.case.declaration import FIELDS
+
 ROOT = Path(__file__).parent.parent
 MAX_README_LINES = 120
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -115,6 +117,21 @@ def test_a_notebook_has_nothing_that_another_machine_would_change(path: Path) ->
 
     text = path.read_text(encoding="utf-8")
     assert text == strip.stripped(text), "run: python tools/strip.py"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_can_run_again_in_its_kernel(path: Path) -> None:
+    """Only its parameters have names of a Case's fields, because case_from reads them from the globals."""
+    cells = json.loads(path.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    others = [cell for cell in code if "parameters" not in cell["metadata"].get("tags", [])]
+    assigned = [
+        node.id
+        for cell in others
+        for node in ast.walk(ast.parse("".join(cell["source"])))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    assert sorted({*assigned} & {*FIELDS}) == []
 
 
 def test_what_a_run_leaves_in_a_notebook_is_stripped() -> None:

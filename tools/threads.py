@@ -136,7 +136,7 @@ def table(document: dict[str, Any]) -> str:
         said = said if len(said) < 220 else said[:216] + " …"
         lines.append(
             f"| [{one['thread']}]({one['url']}) | {one['kind']} | {one['wrong']} | {one['rebuilt']} | "
-            f"`{one['command'][0]}` | {one['result']}: {said.replace('|', '/')} |"
+            f"`{_short(one['command'])}` | {one['result']}: {said.replace('|', '/')} |"
         )
     lines += ["", "| thread | kind | what is wrong | result | why |", "|---|---|---|---|---|"]
     for one in rest:
@@ -145,6 +145,13 @@ def table(document: dict[str, Any]) -> str:
             f"{one['why']} |"
         )
     return "\n".join(lines)
+
+
+def _short(words: list[str]) -> str:
+    """Return a command with its op alone; all words are in tools/threads.toml."""
+    op = words[words.index("--op") + 1 :][:1] if "--op" in words else []
+    call = ["--call"] if "--call" in words else []
+    return " ".join([words[0], *call, *op])
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -347,13 +348,18 @@ class AtlasPlan(ReleasePlan):
 
 
 def source_line(release: Release, op: str, text: str) -> str:
-    """Return the first line of an op's files with a text, as "file:line text"; "" if there is none."""
+    """Return the first line of an op's files with a text, as "file:line text"; "" if there is none.
+
+    A second line of ``text`` is in the line after it.
+    """
+    first_text, _, next_text = text.partition("\n")
     source = release.source
     first = source.op_file(OPS[op].module)
     folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
     for file in (first, *sorted(with_imports(first, folders) - {first})):
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            if text in line:
+        lines = file.read_text().splitlines()
+        for number, (line, after) in enumerate(pairwise([*lines, ""]), 1):
+            if first_text in line and next_text in after:
                 return f"{file.name}:{number} {line.strip()}"
     return ""
 
@@ -371,7 +377,9 @@ def atlas_plan(
         for op in release.backend.ops:
             if op_digest(release.source, op) is not None:
                 ops[op] = release
-    platforms = {op: usual_platform(one.backend.ops) for op, one in ops.items()}
+    platforms = {
+        op: OPS[op].platform_of(usual_platform(one.backend.ops)) for op, one in ops.items()
+    }
     return AtlasPlan(
         releases=tuple(releases),
         ops=tuple(op for op in OPS if op in ops),

@@ -191,7 +191,17 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_states(args: argparse.Namespace) -> int:
     """Check a library of linear attention, whose ops have states in place of a cache."""
-    allowed = ("library", "source", "installed", "op", "platform", "json")
+    allowed = (
+        "library",
+        "source",
+        "installed",
+        "op",
+        "platform",
+        "json",
+        "html",
+        "markdown",
+        "note",
+    )
     parser = argparse.ArgumentParser()
     _add_flags(parser)
     for name, value in vars(args).items():
@@ -212,6 +222,8 @@ def _check_states(args: argparse.Namespace) -> int:
             platform=args.platform or "sm_90",
             on_case=lambda done, total: on_step(title, done, total),
         )
+    command.check_share_flags(args)
+    command.share(args, report)
     command.put(report, args.json)
     return report.exit_code
 

@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from attnlab.tensors.call import KernelCall
 
 # The steps of a run, and the protocol of a function that displays them.
 
+T = TypeVar("T")
 STEPS = ("batch", "cache", "kernels", "reference", "compare")  # in the order of a run
 
 
@@ -66,6 +67,7 @@ class CellSteps:
         self._handle: Any = None
         self._began = self._changed = self._step_began = time.perf_counter()
         self._step = ""
+        self._part: tuple[int, int, float] | None = None  # of the work: done, total, when it began
         shell.events.register("pre_run_cell", self._begin)
         shell.events.register("post_run_cell", self._end)
 
@@ -79,7 +81,21 @@ class CellSteps:
             return
         self._changed = now
         count = "" if done is None or total is None else f": {done} of {total}"
-        self._show(f"{step}{count}{time_left(now - self._step_began, done, total)}")
+        text = f"{step}{count}{time_left(now - self._step_began, done, total)}"
+        if self._part is not None:
+            done, total, began = self._part
+            text = f"{done} of {total}{time_left(now - began, done, total)}; {text}"
+        self._show(text)
+
+    def parts(self, items: Sequence[T]) -> Iterator[T]:
+        """Yield the parts of a work; its steps are shown with how many are done, and the time left."""
+        began = time.perf_counter()
+        try:
+            for i, one in enumerate(items):
+                self._part = (i, len(items), began)
+                yield one
+        finally:
+            self._part = None
 
     def _show(self, text: str) -> None:
         from IPython.display import display
@@ -104,6 +120,12 @@ def cell_steps() -> OnStep:
     """Return what shows steps if the caller does not say: a line in a cell of a notebook, else nothing."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return CellSteps(shell) if hasattr(shell, "kernel") else ignore_step
+
+
+def in_parts(items: Sequence[T]) -> Iterator[T]:
+    """Yield the parts of a work; a cell of a notebook shows how many are done, and the time left."""
+    steps = cell_steps()
+    return steps.parts(items) if isinstance(steps, CellSteps) else iter(items)
 
 
 def ignore_step(step: str, done: int | None = None, total: int | None = None) -> None:

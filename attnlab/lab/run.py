@@ -17,6 +17,7 @@ from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import unwritten_rows
 from attnlab.contracts.violations import find_violations
+from attnlab.kernels.backend import in_parts
 from attnlab.lab.decode_error import DecodedError, ErrorAnswer, decode
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.error_text import ErrorText
@@ -82,7 +83,8 @@ def stage_table(
         case.replace(stage=stage, platform=platform) for stage in stages for platform in platforms
     ]
     cells: dict[int, Cell] = {}
-    for i in sorted(range(len(plan)), key=lambda i: plan[i].staging.fill):  # those share a cache
+    order = sorted(range(len(plan)), key=lambda i: plan[i].staging.fill)  # equal ones share a cache
+    for i in in_parts(order):
         if on_cell is not None:
             on_cell(len(cells), len(plan))
         cells[i] = _cell(lab, plan[i])

@@ -206,6 +206,7 @@ def weight_facts(weights: StateWeights) -> Iterator[str]:
     """Yield what is true of the sources that rows have a weight for."""
     if not weights.is_linear:
         yield "the output is not linear in values and states, or mixes their elements"
+        return
     call, tokens = weights.call, weights.tokens
     if not bool(weights.output.isfinite().any()):
         return

@@ -32,7 +32,7 @@ _LEAST = 0.75  # of the wrong trials, which an edit makes right
 
 
 def find_repair(
-    trials: Sequence[Trial], others: Sequence[Trial], run: Runner, limit: Limit = _LIMIT
+    trials: Sequence[Trial], others: Sequence[Trial], run: Runner
 ) -> tuple[RepairClaim, list[Trial]] | None:
     """Return the edit with which wrong ``trials`` are right, and those; None if none is confirmed.
 
@@ -56,7 +56,7 @@ def find_repair(
     for is_first in (True, False):
         searched.kernels = [one for one in every if (one.function.fn in doubted) == is_first]
         by_access = lines_of_accesses(searched, [one.text() for one in ran.log.outside.values()])
-        repairs = located(searched, by_access, limit).repairs if searched.kernels else ()
+        repairs = located(searched, by_access, _LIMIT).repairs if searched.kernels else ()
         found = _confirmed(proofs[: len(wrong)], proofs[len(wrong) :], repairs)
         if found is not None:
             return found

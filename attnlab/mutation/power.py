@@ -7,7 +7,7 @@ mutants' outputs are computed, on a sample of each sequence's rows and heads.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from attnlab.case.case import Case, as_case
 from attnlab.case.ops import check_scored
 from attnlab.case.shown import json_value
 from attnlab.defects import Defect
+from attnlab.kernels.backend import OnStep, cell_steps, ignore_step
 from attnlab.lab.lab import Lab
 from attnlab.mutation.report import (
     MUTANTS,
@@ -40,23 +41,26 @@ def measure_power(
     *,
     mutants: Iterable[Defect] = MUTANTS,
     remedies: bool = True,
-    on_step: Callable[[str], None] = lambda step: None,
+    on_step: OnStep | None = None,
 ) -> MutationReport:
     """Return which mutants a test with the Case's data and tolerance would notice.
 
     With ``remedies``, search for the cheapest change of the test that kills each survivor and for one set
     of changes that kills as many as possible, and run the models under that set. Raises InvalidCase for
-    a cache write.
+    a cache write. ``on_step``: default, a line in the cell of a notebook.
     """
-    began = time.perf_counter()
+    began, on_step = time.perf_counter(), on_step or cell_steps()
     check_scored(case.spec)
     on_step("the test's own data")
-    tests = _Tests(case)
+    tests, scores = _Tests(case), {}
     named = {one.name: one for one in mutants if one.applies(tests.own.problem)}
+    for i, (name, mutant) in enumerate(named.items()):
+        on_step("mutants", i, len(named))
+        scores[name] = tests.own.score(mutant)
     scored = Scored(
         case=case,
         mutants=list(named.values()),
-        scores={name: tests.own.score(mutant) for name, mutant in named.items()},
+        scores=scores,
         sampled=tests.own.sampled,
         changes=lambda number: tests.changed(number).changes,
         kills=lambda number, name: tests.changed(number).kills(named[name]),
@@ -178,7 +182,7 @@ def power_report(case: Case, outcomes: Mapping[str, Outcome], seconds: float) ->
         equivalent=lambda name: bool(of_mutants[name]["equivalent"]),
         passes=lambda number: bool(of_changes[number]["passes"]),
     )
-    return scored.report(scored.remedies(lambda step: None), began)
+    return scored.report(scored.remedies(ignore_step), began)
 
 
 # The part of ``import attnlab`` that scores a test.

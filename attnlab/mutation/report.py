@@ -16,6 +16,7 @@ from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.edit import Rows, family, fault
 from attnlab.diagnosis.distinction import find_distinction
 from attnlab.diagnosis.reruns import SECOND_SCALES
+from attnlab.kernels.backend import OnStep
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Predicted, Problem, RowSlice, make_problem, sample_rows
 
@@ -230,12 +231,13 @@ class Scored:
     equivalent: Callable[[str], bool]
     passes: Callable[[int], bool]
 
-    def remedies(self, on_step: Callable[[str], None]) -> Remedies:
+    def remedies(self, on_step: OnStep) -> Remedies:
         """Try changes of the test, from the cheapest to all of them, until one kills all survivors."""
         alive = [name for name, one in self.scores.items() if not one.is_killed]
         killed: list[frozenset[str]] = []
-        for number, changes in enumerate(ladder(self.case) if alive else ()):
-            on_step(changes_text(changes))
+        tests = [*ladder(self.case)] if alive else []
+        for number in range(len(tests)):
+            on_step("changes of the test", number, len(tests))
             killed.append(frozenset(name for name in alive if self.kills(number, name)))
             if len(killed[-1]) == len(alive):
                 break
@@ -247,8 +249,10 @@ class Scored:
             for name in alive
             if any(name in names for names in killed)
         }
-        on_step("mutants that no data can show")
-        excluded = {name for name in alive if name not in cheapest and self.equivalent(name)}
+        left, excluded = [name for name in alive if name not in cheapest], set()
+        for i, name in enumerate(left):
+            on_step("mutants that no data can show", i, len(left))
+            excluded |= {name} if self.equivalent(name) else set()
         on_step("the backend with the proposal")
         return Remedies(
             cheapest=cheapest,

@@ -275,8 +275,9 @@ def _latent(arguments: dict[str, Any], reading: Reading) -> None:
 
 
 _OF_LATENT = (
-    "head_dim_v", "kv_lora_rank", "bmm1_scale", "bmm2_scale", "indices", "is_fp8_kvcache", "descale_q",
-    "descale_k", "sparse_mla_top_k", "tile_scheduler_metadata", "qk_nope_head_dim", "qk_rope_head_dim",
+    "kv_cache", "head_dim_v", "kv_lora_rank", "bmm1_scale", "bmm2_scale", "indices", "is_fp8_kvcache",
+    "descale_q", "descale_k", "sparse_mla_top_k", "tile_scheduler_metadata", "qk_nope_head_dim",
+    "qk_rope_head_dim",
 )  # fmt: skip
 
 

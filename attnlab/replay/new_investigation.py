@@ -12,7 +12,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.case.platforms import machine_platform
-from attnlab.diagnosis.public import diagnose
+from attnlab.diagnosis.public import diagnose, violations
 from attnlab.kernels.runner import runners
 from attnlab.lab.lab import Lab
 from attnlab.recorder.dumps import read_call
@@ -122,6 +122,7 @@ class _Found:
     sentences: tuple[str, ...]
     status: str
     sizes: list[int]
+    violations: list[str]
     xray: str
     xray_of: str
     weights: str
@@ -144,6 +145,7 @@ def experiments(start: Start, call: KernelCall, lab: Lab) -> _Found:
         sentences=tuple(found.sentences()),
         status=found.status,
         sizes=[small.after[name] for name in _SIZES],
+        violations=[one.kind for one in violations(call) if one.effect != "harmless"],
         xray=seen.status,
         xray_of=of,
         weights=seen.sentences[0],
@@ -223,8 +225,8 @@ def _cells(start: Start, title: str, found: _Found) -> list[tuple[str, str]]:
         ("md", "## Smallest reproduction\n\nWe shrink the call as long as the fault stays."),
         ("code", _SHRINK.format(sizes=found.sizes)),
         ("md", "## The contract\n\nA call that violates its contract is not the kernel's fault. "
-               "We expect no violation."),
-        ("code", _CONTRACT),
+               f"We expect {' and '.join(found.violations) or 'no violation'}."),
+        ("code", _CONTRACT.format(violations=found.violations)),
         ("md", f"## Suspects\n\n{suspects or '1. A fault that is not in the catalogue.'}"),
         ("md", "## Experiment 1: the catalogue\n\nEach known fault predicts an output. "
                f"We expect *{found.cause or found.status}*."),
@@ -298,7 +300,7 @@ sizes = [small.after[name] for name in ("sequences", "rows", "heads")]
 verdicts.record("sequences, rows, heads", expected={sizes}, found=sizes)
 small"""
 _CONTRACT = """violated = [one.kind for one in attnlab.violations(call) if one.effect != "harmless"]
-verdicts.record("violations", expected=[], found=violated)"""
+verdicts.record("violations", expected={violations}, found=violated)"""
 _DIAGNOSE = """found = attnlab.diagnose(call, locate=False, **where)
 cause = found.cause and found.cause.name
 verdicts.record("diagnosis", expected=[{status!r}, {cause!r}], found=[found.status, cause])

@@ -233,6 +233,8 @@ def _library_script(finding: Finding, backend: Backend) -> tuple[str, str]:
     case = finding.case.replace(backend=backend.name)
     if case.op_argument != NONE:
         return "", "a script passes no op argument of attnlab"
+    if case.first_block:
+        return "", "the blocks before the first one are too large for a script"
     call = Lab(source=backend.path, device="cpu").call(case)
     return script_of(call, Target.of(case), backend, finding.evidence)
 

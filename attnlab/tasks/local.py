@@ -448,7 +448,8 @@ def _waiting_s(process: int | None) -> float:
 
 def _serve(connection: Connection, job: bytes) -> None:
     """Run tasks in the child until the connection is closed or the worker cannot be used any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
+    for one in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and kills this process
+        signal.signal(one, signal.SIG_IGN)
     opened: Job = pickle.loads(job)
     run = OpenJob(opened)
     try:

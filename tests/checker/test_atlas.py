@@ -192,3 +192,31 @@ def test_a_file_that_is_no_document_is_refused(tmp_path):
         file.write_text(text)
         with pytest.raises(Exception, match="faults must be a JSON document of check, releases"):
             read_faults(file)
+
+
+def test_the_numbers_of_the_kept_atlas():
+    """The how-to has the counts of docs/atlas.json; every current fault has its numbers and a command."""
+    docs = Path(__file__).parents[2] / "docs"
+    table = json.loads((docs / "atlas.json").read_text())
+    text = (docs / "howto/atlas.md").read_text()
+    libraries = {version.split()[0]: version for version in table["releases"]}
+    for state in ("finding", "sound", "other fault", "absent"):
+        counts = []
+        for library, newest in libraries.items():
+            of = [version for version in table["releases"] if version.startswith(library)]
+            shown = [of, [newest]] if len(of) > 1 else [of]
+            counts += [
+                sum(one["cells"][version] == state for one in table["faults"] for version in some)
+                for some in shown
+            ]
+        assert f"| {state} | {' | '.join(map(str, counts))} |" in text
+    found = [one for one in table["faults"] if one["first"]]
+    newest = {*libraries.values()}
+    earlier = [
+        one for one in found if not newest & {v for v, s in one["cells"].items() if s == "finding"}
+    ]
+    assert f"{len(found)} faults are in one of these releases, {len(earlier)} of them" in text
+    assert f"{len(table['faults'])} faults" in text
+    for run in (run for one in found for run in one["runs"] if run["state"] == "finding"):
+        assert run["text"]
+        assert run["command"].startswith("attnlab run --")

@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# What is wrong with the layout: a page that scrolls to the side; text below 12 pixels; text whose contrast
-# with what lies under it is below 4.5 to 1, by WCAG, with opacity and in SVG, but of controls that are
-# disabled; text over other text that nothing opaque covers.
+# What is wrong with the layout of a page, or of the part of it that a selector names: what scrolls to the
+# side; a label of the part that is cut off; text below 12 pixels; text whose contrast with what lies under it
+# is below 4.5 to 1, by WCAG, with opacity and in SVG, but of controls that are disabled; text over other text
+# that nothing opaque covers.
 PROBLEMS = """(within) => {
   const root = document.documentElement, found = new Set();
   const IDLE = ":disabled, [aria-disabled=true]";
-  const beyond = within ? 0 : root.scrollWidth - root.clientWidth;
-  if (beyond > 0) found.add(`the page scrolls ${beyond} pixels to the side`);
+  const top = within ? document.querySelector(within) : document.body;
+  const scrolled = within ? [...top.querySelectorAll("*")] : [];
+  for (let one = within && top; one; one = one.parentElement) scrolled.push(one);
+  const wide = one => one.scrollWidth - one.clientWidth;
+  const scrolls = one => one === root || /auto|scroll/.test(getComputedStyle(one).overflowX);
+  for (const one of [root, ...scrolled.filter(scrolls)])
+    if (wide(one) > 0) found.add(`${one.className || "the page"} scrolls ${wide(one)} pixels to the side`);
+  for (const one of within ? top.querySelectorAll("label") : [])
+    if (one.offsetParent && wide(one) > 1) found.add(`cut off: ${one.textContent}`);
   const channels = text => {
     const numbers = (text.match(/[\\d.]+/g) || []).map(Number);
     return text.startsWith("color(srgb") ? numbers.map((v, i) => i < 3 ? v * 255 : v) : numbers;
@@ -57,12 +65,12 @@ PROBLEMS = """(within) => {
     }
     return {left, top, right, bottom};
   };
-  const top = within ? document.querySelector(within) : document.body;
   const boxes = [], walker = document.createTreeWalker(top, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const text = walker.currentNode, node = text.parentElement, words = text.data.trim().slice(0, 40);
     if (!words || !node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
     if (node.closest("option, title")) continue;
+    if (node.closest("details:not([open])") && !node.closest("summary")) continue;  // it takes no place
     const range = document.createRange();
     range.selectNodeContents(text);
     const all = [...range.getClientRects()].map(box => seen(node, box))

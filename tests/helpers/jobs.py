@@ -41,6 +41,8 @@ class ToyJob(Job):
             ctypes.CDLL(None)._exit(3)
         if fault == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if fault == "terminated":  # as a whole group of processes is
+            os.kill(os.getpid(), signal.SIGTERM)
         if fault == "hang":
             ctypes.PyDLL(None).sleep(1000)  # it keeps Python's global lock, as a kernel may
         _spin(fault, payload)

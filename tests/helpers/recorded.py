@@ -69,9 +69,14 @@ def flash_attn_varlen_func(
     scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0,
     output_scale=None, fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0,
 ):
-    if block_table is None:
-        return q
     out = torch.empty_like(q)
+    if block_table is None and cu_seqlens_k is None:
+        return q
+    if block_table is None:
+        lens, longest = cu_seqlens_k.diff(), int(cu_seqlens_k.diff().max())
+        table = cu_seqlens_k[:-1, None] + torch.arange(longest) % lens[:, None]
+        paged(q, k[:, None], v[:, None], table, lens, cu_seqlens_q, out, softmax_scale)
+        return out
     paged(q, k, v, block_table, seqused_k, cu_seqlens_q, out, softmax_scale, window_size[0] + 1)
     return (out, torch.zeros(q.shape[1], len(q))) if return_softmax_lse else out
 """
@@ -238,6 +243,15 @@ def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, t
     paged(q.flatten(0, 1), k_cache, value, block_table, cache_seqlens, starts, out, softmax_scale)
     out = out[..., :head_dim_v].view(*q.shape[:3], -1)
     return out, torch.zeros(len(q), q.shape[2], q.shape[1])
+
+
+def trtllm_batch_decode_with_kv_cache_mla(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank,
+                                          qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
+                                          bmm1_scale=1.0, bmm2_scale=1.0):
+    cache = kv_cache[:, :, None]
+    return flash_mla_with_kvcache(
+        query, cache, block_tables, seq_lens, kv_lora_rank, None, None, softmax_scale=bmm1_scale
+    )[0]
 """
 )
 
@@ -276,10 +290,12 @@ def planned_wrapper(fault: bool) -> Any:
 
 
 def decode_module(function: str, fault: bool) -> Any:
-    """Have FlashAttention's or FlashMLA's call of decodes, whose query has four dimensions."""
-    folder = function.split("_with_")[0]
-    latent = folder == "flash_mla"
-    module_name = f"{folder}.{'flash_mla_interface' if latent else 'flash_attn_interface'}"
+    """Have a call of decodes whose query has four dimensions, with a latent cache or a plain one."""
+    module_name = {
+        "flash_attn_with_kvcache": "flash_attn.flash_attn_interface",
+        "flash_mla_with_kvcache": "flash_mla.flash_mla_interface",
+        "trtllm_batch_decode_with_kv_cache_mla": "flashinfer.mla",
+    }[function]
 
     def run(module: types.ModuleType) -> Any:
         def call() -> None:
@@ -288,8 +304,23 @@ def decode_module(function: str, fault: bool) -> Any:
             query = given["q"][:2, None]
             table, lens = given["block_table"], given["seq_lens"]
             key, value = given["k_cache"], given["v_cache"]
-            if latent:
+            if "mla" in function:
                 key = key[:, :, :1].contiguous()
+            if function.startswith("trtllm"):
+                module.trtllm_batch_decode_with_kv_cache_mla(
+                    query,
+                    key[:, :, 0],
+                    torch.zeros(1),
+                    32,
+                    32,
+                    32,
+                    table,
+                    lens,
+                    64,
+                    bmm1_scale=0.125,
+                )
+                return
+            if "mla" in function:
                 module.flash_mla_with_kvcache(
                     query, key, table, lens, 32, None, None, softmax_scale=0.125, causal=True
                 )

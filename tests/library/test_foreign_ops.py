@@ -210,3 +210,41 @@ def test_the_text_of_a_mapping():
     assert is_plugin(text)
     assert split_mapping("mine.py:f") == ("mine.py:f", None)
     assert not is_plugin("mine:(a=b)")
+
+
+WHOLE = """
+import torch
+
+
+def decode(q, k, v, cu_seqlens, scale):
+    out = torch.empty_like(q)  # [1, num_seqs, heads, size]
+    for i, (first, end) in enumerate(cu_seqlens.unfold(0, 2, 1).tolist()):
+        group = q.shape[2] // k.shape[2]
+        key, value = (one[0, first:end].float().repeat_interleave(group, 1) for one in (k, v))
+        scores = torch.einsum("hd,khd->hk", q[0, i].float(), key) * scale{fault}
+        out[0, i] = torch.einsum("hk,khd->hd", scores.softmax(-1), value)
+    return out
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize("fault", ["", " * 1.1"])
+def test_keys_of_whole_sequences_and_an_output_with_a_leading_one(tmp_path, fault):
+    (tmp_path / "whole.py").write_text(WHOLE.replace("{fault}", fault))
+    texts = ["q=query[None]", "cu_seqlens=flat_starts", "scale=scale"]
+    texts += [
+        f"{name}=flat_{whole}.transpose(0, 1)[None]"
+        for name, whole in (("k", "keys"), ("v", "values"))
+    ]
+    words = [word for text in texts for word in ("--map", text)]
+    lens = [
+        "--query-lens",
+        "1,1",
+        "--ctx-lens",
+        "20,3",
+        "--no-location",
+        "--distribution",
+        "normal",
+    ]
+    source = ["--source", str(tmp_path / "whole.py"), "--op", "whole:decode"]
+    assert main(["diagnose", *source, *words, *lens]) == (1 if fault else 0)

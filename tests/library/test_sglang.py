@@ -1,5 +1,9 @@
 """SGLang's records: lists of slots, windows and masks as SGLang passes them, on ops whose text is ours."""
 
+import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS
 from attnlab.checker.check import check, release_plan
+from attnlab.checker.finding import Finding
 from attnlab.checker.releases import check_releases, releases_of
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.rules.divisions import divisions
@@ -17,6 +22,7 @@ from attnlab.kernels import find_backend
 from attnlab.kernels.binding import arguments_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
+from attnlab.reports.upstream import write_reports
 from attnlab.tasks.task import InProcess
 
 EXTEND, UNIFIED = "sglang_extend_attention", "sglang_extend_attention_unified"
@@ -195,6 +201,34 @@ def test_releases_of_a_library(tmp_path):
     assert line == f"{PREFILL}: not applicable: sm_scale (no argument sm_scale)"
     with pytest.raises(InvalidCase, match=r"^op must be one of .*, got 'unified_attention'"):
         release_plan(releases_of(paths, "cpu", "sglang"), ops=["unified_attention"])
+
+
+@needs_triton
+@pytest.mark.parametrize(("fault", "code"), [(" + 1", 1), ("", 0)])
+def test_a_script_without_attnlab_finds_the_fault(tmp_path, fault, code):
+    """It imports the op by its name, and its tensors share memory as in the call; freed slots are NaN."""
+    root = sglang(tmp_path / "sglang-1", fault)
+    backend = find_backend("library:sglang", root, "cpu")
+    case = Case(
+        **{"op": EXTEND, "backend": backend.name, "num_heads": 4, "num_queries_per_kv": 2},
+        **{"query_lens": (3, 2), "ctx_lens": (40, 5), "block_size": 16, "sliding_window": 4},
+        **{"head_size": 16, "sinks": False, "empty_slots": "nan", "distribution": "normal"},
+        **{"stage": "sound", "sm_scale": 0.5, "num_blocks": 9},
+    )
+    found = Finding(op=EXTEND, kind="wrong_output", case=case, evidence="seen", diagnosis="a")
+    files = write_reports([found], tmp_path / "out", backend.version, "cpu", backend)
+    script, text = sorted(files, key=lambda file: file.suffix != ".py")
+    assert "attnlab" not in script.read_text()
+    assert "| SGLang |" in text.read_text()
+    env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, check=False
+    )
+    rows = "3 of 5 rows are wrong" if code else "every row is right"
+    assert (done.returncode, rows in done.stdout) == (code, True), done.stdout + done.stderr
+    far = dataclasses.replace(found, case=case.replace(first_block=2**20, num_blocks=None))
+    (only,) = write_reports([far], tmp_path / "far", backend.version, "cpu", backend)
+    assert "too large for a script" in only.read_text()
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.library == "sglang"])

@@ -1,19 +1,25 @@
 """Linear attention: the plan, its bounds, rules, weights, and an op of a source with planted faults."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from attnlab.case.errors import InvalidCase, KernelFailed
 from attnlab.cli.main import main
+from attnlab.diagnosis.location.trials import Limit
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import package_of
+from attnlab.linear import state_repair
 from attnlab.linear.run import ModelRunner, SourceRunner, compare
 from attnlab.linear.state_call import make_call
 from attnlab.linear.state_case import STATE_OPS, StateCase, plain_fields, variants_of
 from attnlab.linear.state_check import check_op, check_states, statements, xray_state
 from attnlab.linear.state_claims import Trial
+from attnlab.linear.state_facts import read_slots, stored_facts
 from attnlab.linear.state_plan import Units, evaluate, right_plan
 from attnlab.linear.state_rules import rules
 from attnlab.linear.state_xray import coded_plan, measure
@@ -72,6 +78,12 @@ def fused_recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, out
     return o, final
 """
 OP = STATE_OPS["fla_fused_recurrent_gated_delta_rule"]
+
+
+@pytest.fixture(autouse=True)
+def few_edits(monkeypatch):
+    """Try few edits of a source."""
+    monkeypatch.setattr(state_repair, "_LIMIT", Limit(edits=300, seconds=4.0))
 
 
 def source_of(folder, text=KERNEL):
@@ -249,6 +261,12 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ("head // (HV // H)", "head % H", "modulo the number of key heads"),
         ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
         ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
+        # The keys after the end of a row are finite but for those after the tensor, which are NaN.
+        (
+            "tl.load(k + key_row, mask=in_k, other=0.0)",
+            "tl.load(k + key_row)",
+            "after the end of k",
+        ),
         ("        tl.store(o", "        if i < 64:\n            tl.store(o", "that of token 64"),
     ],
 )
@@ -259,6 +277,56 @@ def test_a_planted_fault_is_described(tmp_path, before, after, words):
     if words is not None:
         assert words in found[0].title
         assert "confirmed on" in found[0].title
+
+
+def test_an_edit_of_the_source_is_stated(tmp_path):
+    text = KERNEL.replace("out = tl.sum(state * query", "out = tl.sum(state + query")
+    (found,) = check_op(OP, source_of(tmp_path, text)).findings
+    assert "fused_recurrent.py, line" in found.title
+    assert "`state * query[:, None]` in place of `state + query[:, None]`" in found.title
+
+
+def test_a_slot_is_named():
+    case = StateCase(query_lens=(1, 1, 1))
+
+    def run(call):
+        return ModelRunner(edit=lambda plan: plan.replace(loads=(0, *plan.loads[1:])))(call)
+
+    weights = measure(make_call(case), run)
+    assert list(read_slots(weights)) == [(0, 0, "slot 0, which belongs to no sequence")]
+    call = make_call(case.replace(query_lens=(2, 1, 1), spec_tokens=2))
+    (first, second), other = call.tables[0].tolist(), int(call.tables[1, 0])
+
+    def stored(call):
+        stores = (((1, second), (2, other)), (), *right_plan(call).stores[2:])
+        return ModelRunner(edit=lambda plan: plan.replace(stores=stores))(call)
+
+    trial = Trial(case=case, call=call, found=stored(call))
+    said = dict(stored_facts(trial))
+    assert f"slot {first} has the state before the call" in " ".join(said.values())
+    assert "a slot gets the state after another token of its own sequence" in said
+    assert "a slot gets the state of another sequence" in said
+
+
+def test_a_script_repeats_a_call(tmp_path):
+    lines = KERNEL.replace(", PAD: tl.constexpr", "").replace("i.to(tl.int64)", "i").splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("@triton.autotune"))
+    source_of(tmp_path, text.replace("* scale", "* 3"))
+    for name in ("fla", "fla/ops", "fla/ops/gated_delta_rule"):
+        (tmp_path / name / "__init__.py").touch()
+    file = tmp_path / "repro.py"
+    words = ["--source", str(tmp_path), "--op", OP.name, "--query-lens", "3,0,2", "--json"]
+    words += ["--dtype", "float32", "--initial", "some", "--num-v-heads", "4"]
+    assert main(["linear", *words, "--script", str(file), "--html", str(tmp_path / "a.html")]) == 1
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, file], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    output, states = (float(line.rpartition(" ")[2]) for line in ran.stdout.splitlines())
+    assert output > 0.1
+    assert states < 1e-5
+    assert "attnlab" not in file.read_text().partition("import")[2]
 
 
 def test_limits_and_failures(tmp_path):

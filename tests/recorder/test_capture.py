@@ -311,6 +311,19 @@ def test_flash_attention_without_a_block_table_is_left_out():
     assert len(calls) == 0
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_flash_attention_without_pages(fault):
+    starts, lens = torch.tensor([0, 5, 6]).int(), torch.tensor([0, 40, 73]).int()
+    query, (key, value) = torch.randn(6, 4, 64).half(), torch.randn(2, 73, 2, 64).half()
+    with (
+        flash_attention_module("flash_attn.flash_attn_interface") as module,
+        attnlab.capture() as calls,
+    ):
+        module.FACTOR = 0.9 if fault else 1.0
+        module.flash_attn_varlen_func(query, key, value, 5, starts, 40, lens, causal=True)
+    assert (attnlab.diagnose(calls[-1]).status == "nothing wrong") is not fault
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_flashinfer(kind, layout):
@@ -343,7 +356,10 @@ def test_wrapper_of_flashinfer_without_a_plan():
 
 
 @pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.parametrize("function", ["flash_attn_with_kvcache", "flash_mla_with_kvcache"])
+@pytest.mark.parametrize(
+    "function",
+    ["flash_attn_with_kvcache", "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"],
+)
 def test_decodes_with_a_query_per_sequence(function, fault):
     with decode_module(function, fault) as module, attnlab.capture() as calls:
         module.run()

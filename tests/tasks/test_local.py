@@ -48,6 +48,12 @@ def test_a_fault_costs_only_its_task():
     assert "ValueError" in found["task-6"].traceback
 
 
+def test_a_signal_to_a_whole_group_is_no_crash_of_a_kernel():
+    """SIGTERM ends the parent, which stops its workers; a worker that gets it too goes on until then."""
+    found = outcomes(toy_tasks("terminated", "", limit_s=20.0), processes=1)
+    assert [one.status for one in found.values()] == ["done", "done"]
+
+
 def test_linear_algebra_of_a_worker_has_one_thread(monkeypatch):
     """Unless the environment of the parent says otherwise, which stays as it is."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -58,6 +58,7 @@ def explorer(
     case, lab = subject(what, kernel, source, lab, kernels)
     views = [*FACTS, *VIEWS, XRAY]
     other = "" if against is None else kernels.add(against)
+    call = repr(str(what)) if isinstance(what, Path | str) else ""
     return Panel(
         case,
         knobs=list(FIELDS),
@@ -65,5 +66,6 @@ def explorer(
         lab=lab,
         kernels=kernels,
         against=other,
+        call="call" if isinstance(what, KernelCall) else call,
         is_explorer=True,
     )

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from html import escape
 from typing import Any
@@ -26,17 +26,37 @@ from attnlab.weights.conclude import xray
 from attnlab.weights.xray import KeyColumns, XRay, key_columns, law_points
 
 
-def case_texts(case: Case) -> dict[str, str]:
-    """Return the Case as a cell of a notebook, JSON, a command line, a Python expression and a vLLM test id.
+def _listed(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
-    :func:`read_case` reads all but the cell and the expression, which starts from the nearest test id. The
-    test id is "" if it cannot express the Case.
+
+def cell_text(case: Case, call: str, changes: Mapping[str, Any], **arguments: str) -> str:
+    """Return a cell that shows a Case in an explorer, or a call with the fields that were changed.
+
+    ``call``: the expression of the call, "" for a Case; ``arguments``: further ones of explorer, as Python.
+    """
+    given = "".join(f", {name}={text}" for name, text in arguments.items())
+    implied = "backend" if "kernel" in arguments else ""
+    fields = {name: value for name, value in case.changes().items() if name != implied}
+    lines = ["import attnlab", ""]
+    if not call:
+        lines += [f"case = attnlab.Case({_listed(fields)})", f"attnlab.explorer(case{given})"]
+    else:
+        lines += [f"view = attnlab.explorer({call}{given})"]
+        lines += [f"view.set({_listed(changes)})"] * bool(changes)
+        lines += ["view"]
+    return "\n".join(lines)
+
+
+def case_texts(case: Case) -> dict[str, str]:
+    """Return the Case as JSON, a command line, a Python expression and a vLLM test id.
+
+    :func:`read_case` reads all but the expression, which starts from the nearest test id. The test id is ""
+    if it cannot express the Case.
     """
     test_id, changes = nearest_id(case)
     arguments = "".join(f", {name}={value!r}" for name, value in changes.items())
-    fields = ", ".join(f"{name}={value!r}" for name, value in case.changes().items())
     return {
-        "code": f"import attnlab\n\ncase = attnlab.Case({fields})\nattnlab.explorer(case)",
         "JSON": json.dumps(case.changes()),
         "command line": case.to_cli(),
         "from a test id": f'Case.from_test_id("{test_id}"{arguments})',
@@ -249,9 +269,9 @@ class CaseTextBox:
         self.widget.selected_index = None
         self.widget.add_class("attnlab-texts")
 
-    def show(self, case: Case) -> None:
-        """Show the Case as text."""
-        for name, text in case_texts(case).items():
+    def show(self, case: Case, code: str) -> None:
+        """Show the Case as text; ``code`` is a cell with its explorer."""
+        for name, text in {"code": code, **case_texts(case)}.items():
             self.texts[name].value = text or "no test of vLLM has these parameters"
 
     def _on_paste(self, change: Any) -> None:

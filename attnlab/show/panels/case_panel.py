@@ -16,7 +16,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.panels import controls as inputs
 from attnlab.show.panels import texts
-from attnlab.show.panels.boxes import CaseTextBox, XrayBox
+from attnlab.show.panels.boxes import CaseTextBox, XrayBox, cell_text
 from attnlab.show.panels.controls import Control, Draft, check_knobs, groups, labelled, set_class
 from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Progress
 from attnlab.show.panels.rendering import Picture, Rendered
@@ -180,11 +180,13 @@ class Panel:
         lab: Lab | None = None,
         kernels: NotebookKernels | None = None,
         against: str = "",
+        call: str = "",
         is_explorer: bool = False,
     ) -> None:
         check_knobs(knobs)
         check_views([*texts.FACTS, *VIEWS, XRAY], views)
         self._is_explorer, self._lab = is_explorer, lab if lab is not None else Lab()
+        self._call = call  # the expression of the call that is explored, "" for a Case
         self._kernels, self.against = kernels or NotebookKernels(), against
         self._draft = self._first = Draft.of(case)
         self._is_showing_values = False  # if True, the events of the controls are ignored
@@ -345,6 +347,21 @@ class Panel:
     def _lab_now(self) -> Lab:
         return self._kernels.lab_of(self._lab, self.case)
 
+    def _cell_text(self, case: Case) -> str:
+        """Return a cell that makes this explorer again."""
+        first, kernels, given = self._first.values, self._kernels, {}
+        if case.backend in kernels.functions:
+            given["kernel"] = kernels.expression(case.backend)
+        if self._lab.source:
+            source = repr(str(self._lab.source))
+            given |= {"source": source} if self._call else {"lab": f"attnlab.Lab(source={source})"}
+        if self.against:
+            given["against"] = kernels.expression(self.against)
+        changes = {
+            name: value for name, value in self._draft.values.items() if value != first[name]
+        }
+        return cell_text(case, self._call, changes, **given)
+
     def _on_against(self, change: Any) -> None:
         self.against = change["new"].strip()
         self._on_draft(self._draft)
@@ -387,7 +404,7 @@ class Panel:
                 self.progress.end(f"invalid case: {problem.text}")
                 return
             case = draft.case()
-            self.case_text.show(case)
+            self.case_text.show(case, self._cell_text(case))
             if self.xray is not None:
                 self.xray.follow(case)
             self.progress.begin()

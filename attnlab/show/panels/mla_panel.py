@@ -12,11 +12,11 @@ from attnlab.mla.run import MlaResult, run_path
 from attnlab.show.panels.case_panel import static_html
 from attnlab.show.panels.controls import labelled
 from attnlab.show.panels.rendering import Cells, Picture, Rendered, axes_rect, render
+from attnlab.show.panels.texts import status_line
 from attnlab.show.panels.views import place_color_bar
 from attnlab.show.plots.stages import mla_ratios, plot_mla
 
 SOUND = "sound"
-_COLOURS = {"match": "#2da44e", "mismatch": "#e5534b"}
 _WIDTH, _ROW = 640, 30
 _MARGINS = (128, 105, 52, 26)
 
@@ -100,15 +100,15 @@ class MlaPanel:
 
 def _verdict(result: MlaResult) -> str:
     """Return the verdict, the first wrong step and the cause."""
-    colour = _COLOURS[result.status]
-    parts = [f'<b style="color: {colour}">{result.status}</b>: {result.worst:.3g} × the bound']
+    line = f"<b>{result.status}: {result.worst:.3g} × the bound</b>"
+    parts = []
     if result.planted is not None:
         parts.append(f"planted: {escape(MLA_FAULTS[result.planted].text)}")
     if result.first_wrong is not None:
         parts.append(f"first wrong step: {escape(result.first_wrong)}")
     if result.status != "match":
         parts.append(f"named: {escape(', '.join(result.candidates) or 'no fault')}")
-    return f'<div class="attnlab-text">{"<br>".join(parts)}</div>'
+    return f'<div class="attnlab-text">{status_line(line, result.status)}{"<br>".join(parts)}</div>'
 
 
 def _render(result: MlaResult, is_dark: bool) -> Rendered:

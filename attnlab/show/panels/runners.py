@@ -52,6 +52,10 @@ class NotebookKernels:
         self._parts[name] = [*_used(kernel, set())]
         return name
 
+    def expression(self, name: str) -> str:
+        """Return the Python of a backend: the name of a function of the notebook, or a text."""
+        return self.functions[name].__name__ if name in self.functions else repr(name)
+
     def changed(self) -> bool:
         """Take functions that their module has defined anew; return whether there is one."""
         is_changed = False

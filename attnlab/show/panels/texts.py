@@ -206,7 +206,7 @@ def verdict_html(result: Result) -> str:
     verdict = result.verdict if result.errors is None else f"{result.status}: {result.verdict}"
     kernels = " then ".join(result.decision.kernels)
     parts = [
-        _line(f"<b>{escape(verdict)}</b>", result.status),
+        status_line(f"<b>{escape(verdict)}</b>", result.status),
         f'<div class="attnlab-dim">{escape(kernels)} on {escape(result.case.platform)}'
         f"{escape(rules_text(result.case))}, backend {escape(result.backend)}</div>",
     ]
@@ -226,7 +226,7 @@ def failure_html(error: Exception) -> str:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}, line {where.lineno}"
         title, text = "Internal error:", f"{type(error).__name__}: {error} ({place})"
-    line = _line(f"<b>{escape(title)}</b> {escape(text)}", "rejected")
+    line = status_line(f"<b>{escape(title)}</b> {escape(text)}", "rejected")
     return _block("attnlab-verdict-line attnlab-is-failure", [line])
 
 
@@ -267,7 +267,7 @@ def _token(token: tuple[int, int]) -> str:
     return f"sequence {token[0]}, position {token[1]}"
 
 
-def _line(content: str, status: str) -> str:
+def status_line(content: str, status: str) -> str:
     colour = _COLOURS[status]
     return f'<div style="border-left:4px solid {colour};padding-left:.6em">{content}</div>'
 

@@ -289,7 +289,7 @@ class Pointer:
 
 _BELOW: Mapping[str, Any] = {
     "loc": "upper center",
-    "bbox_to_anchor": (0.5, -0.13),
+    "bbox_to_anchor": (0.5, -0.19),
     "ncols": 3,
     "fontsize": "small",
     "frameon": False,
@@ -341,7 +341,7 @@ def _render_map(
 
     num_seqs, num_heads = len(errors.lengths.query_lens), errors.error.shape[1]
     unwritten = result.unwritten_rows() if data.row_slots is None and not title else None
-    size, margins = (520, 320), (105, 98, 66, 26)
+    size, margins = (520, 320), (138, 106, 66, 26)
     rect = axes_rect(size, margins)
     plot = FramedPlot(
         key=("error", num_seqs, num_heads, data.cache_of is None),

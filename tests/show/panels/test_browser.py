@@ -21,6 +21,7 @@ pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 LONG_MS = 120_000  # a limit for slow machines; every wait ends with a state of the page
 TRIES, SHOWN_MS = 4, 30_000  # to show a panel, and for each
+SIZE = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60}
 
 # Patterns of JupyterLab's own console messages.
 NOISE = ()
@@ -162,9 +163,6 @@ def small_case(**changes: Any) -> Case:
     return Case(**{**fields, **changes})
 
 
-SIZE = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60}
-
-
 def expect(panel: Any, case: Case, status: str) -> bytes:
     """Wait until a panel shows the result of the Case; return the PNG of its errors."""
     result = Lab().run(case)
@@ -241,12 +239,24 @@ def test_the_explorer(browser: Browser) -> None:
 
 MAIN_NAMES = [name for names in MAIN.values() for name in names]
 SIZES = [(1280, 800), (1920, 1080)]
+# A style that plants each fault of the layout that PROBLEMS finds, and how it says so.
+BAD_TEXTS = {
+    "pixels to the side": ".attnlab-panel { min-width: 3000px }",
+    "cut off": ".attnlab-panel .attnlab-name { flex-basis: 30px !important }",
+    "8.0 pixels": ".attnlab-panel .attnlab-name label { font-size: 8px !important }",
+    "contrast": ".attnlab-panel .attnlab-name label { color: #888888 !important }",
+    " over ": ".attnlab-panel .attnlab-text * { line-height: 4px !important }"
+    ".attnlab-panel .attnlab-section { margin-bottom: -24px !important }"
+    ".attnlab-toggles button { margin-left: -70px !important; background: none !important }",
+}
 BAD_STYLES = {
     "outside": ".attnlab-panel .attnlab-middle { padding-top: 900px }",
     "overlaps": ".attnlab-panel .attnlab-middle { margin-left: -200px }",
     "clipped": ".attnlab-panel .attnlab-name { flex-basis: 60px !important }",
     "hidden": ".attnlab-panel .attnlab-knob-stage { display: none }",
 }
+THEMES = ("JupyterLab Light", "JupyterLab Dark")
+CHANGE_THEME = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
 TOGGLE_GROUPS = """(root) => root
   .querySelectorAll('.attnlab-groups .jupyter-widget-Collapse-header')
   .forEach((head) => head.click())"""
@@ -264,11 +274,8 @@ def test_the_main_parts_are_on_one_screen(browser: Browser) -> None:
     browser.run("attnlab.explorer(")
     panel = browser.panel("attnlab.explorer(")
     panel.locator(".attnlab-picture img").first.wait_for()
-    for theme in ("JupyterLab Light", "JupyterLab Dark"):
-        page.evaluate(
-            "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })",
-            theme,
-        )
+    for theme in THEMES:
+        page.evaluate(CHANGE_THEME, theme)
         for width, height in SIZES:
             page.set_viewport_size({"width": width, "height": height})
             assert layout_faults(panel, MAIN_NAMES) == [], (theme, width)
@@ -279,6 +286,44 @@ def test_the_main_parts_are_on_one_screen(browser: Browser) -> None:
         assert any(word in fault for fault in layout_faults(panel, MAIN_NAMES)), word
         planted.evaluate("tag => tag.remove()")
     assert layout_faults(panel, MAIN_NAMES) == []
+
+
+@pytest.mark.parametrize(
+    ("notebook", "cell", "size"),
+    [
+        ("05-explorer.ipynb", "attnlab.explorer(", SIZE),
+        ("03-missing-decode-token.ipynb", 'panel(case.replace(empty_slots="nan")', SIZE),
+        ("11-what-the-chain-of-mla-promises.ipynb", "study.mla_panel(cases)", {}),
+    ],
+)
+def test_the_layout_of_every_panel(
+    browser: Browser, notebook: str, cell: str, size: dict[str, int]
+) -> None:
+    """With all groups of controls open, and a message; each fault that is planted is found."""
+    page = browser.page
+    browser.open(notebook)
+    browser.run(cell, **size)
+    panel = browser.panel(cell)
+    panel.locator(".attnlab-picture img").first.wait_for()
+    panel.evaluate(TOGGLE_GROUPS)
+    for box in panel.locator(
+        ".attnlab-knob-draw_max_ctx_len input, .attnlab-knob-k_scale input"
+    ).all():
+        box.fill("wrong")
+        box.press("Enter")
+        panel.locator(".attnlab-wrong").first.wait_for()
+    for theme in THEMES:
+        page.evaluate(CHANGE_THEME, theme)
+        for width, height in SIZES:
+            page.set_viewport_size({"width": width, "height": 3 * height})
+            page.wait_for_timeout(500)
+            assert page.evaluate(PROBLEMS, ".attnlab-panel") == [], (theme, width)
+    page.evaluate(CHANGE_THEME, THEMES[0])
+    for words, style in BAD_TEXTS.items():
+        planted = page.add_style_tag(content=style)
+        found = page.evaluate(PROBLEMS, ".attnlab-panel")
+        assert any(words in one for one in found), (words, found)
+        planted.evaluate("tag => tag.remove()")
 
 
 def test_no_tooltip_is_null(explorer: Any) -> None:

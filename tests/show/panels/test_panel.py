@@ -16,7 +16,7 @@ from attnlab.lab.lab import Lab
 from attnlab.mla.faults import faults_of
 from attnlab.mla.mla_case import MlaCase
 from attnlab.show.panels import Panel, explorer, panel
-from attnlab.show.panels.boxes import VIEWS, XrayBox, case_texts, read_case
+from attnlab.show.panels.boxes import VIEWS, XrayBox, case_texts, cell_text, read_case
 from attnlab.show.panels.mla_panel import SOUND, MlaPanel
 from attnlab.show.plots.stages import mla_ratios, plot_mla
 
@@ -153,7 +153,7 @@ def test_texts_round_trip(case: Case) -> None:
     assert read_case(texts["command line"]) == case
     assert eval(texts["from a test id"], {"Case": Case}) == case
     names: dict[str, object] = {}
-    exec(texts["code"].removesuffix("\nattnlab.explorer(case)"), names)
+    exec(cell_text(case, "", {}).removesuffix("\nattnlab.explorer(case)"), names)
     assert names["case"] == case
     if texts["test id"]:
         assert read_case(texts["test id"]) == case

@@ -11,6 +11,7 @@ from helpers.panels import SMALL
 from attnlab.case.case import Case
 from attnlab.kernels.backend import STEPS, CellSteps, time_left
 from attnlab.lab.lab import Lab
+from attnlab.mutation.power import measure_power
 from attnlab.show.panels import panel
 from attnlab.show.panels.progress import (
     PICTURES,
@@ -85,6 +86,21 @@ def test_a_long_cell_has_a_line_that_is_empty_at_its_end(monkeypatch: pytest.Mon
     events["pre_run_cell"]()
     steps("batch")
     assert len(shown) == 3
+    for part in steps.parts(["a", "b"]):
+        now[0] += 3.0
+        steps(f"kernels of {part}")
+    assert shown[3:] == ["0 of 2; kernels of a", "1 of 2, about 6 s left; kernels of b"]
+
+
+def test_the_steps_of_power_are_counted() -> None:
+    """So that the time left is known."""
+    steps = list[tuple[object, ...]]()
+    report = measure_power(SMALL, on_step=lambda *step: steps.append(step))
+    count = len(report.mutants)
+    assert [step for step in steps if step[0] == "mutants"] == [
+        ("mutants", i, count) for i in range(count)
+    ]
+    assert any(step[0] == "changes of the test" and step[2] > 1 for step in steps)
 
 
 def test_a_long_step_is_shown() -> None:

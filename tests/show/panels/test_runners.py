@@ -10,7 +10,7 @@ from helpers.panels import SMALL
 import attnlab
 from attnlab.cli.demo import RIGHT, WRONG, plant
 from attnlab.kernels.triton.interpreter import load_triton
-from attnlab.show.panels import explorer
+from attnlab.show.panels import Panel, explorer
 
 
 @pytest.fixture
@@ -87,3 +87,35 @@ def test_a_saved_call_is_explored(notebook: types.ModuleType, tmp_path: Path) ->
     assert view.show().status == "mismatch"
     assert torch.equal(view.result.call.query, call.query)
     assert view.show(backend="model").status == "match"
+
+
+def again(view: Panel, module: types.ModuleType, **names: object) -> Panel:
+    """Run the cell that an explorer shows as code, in a notebook, and return its explorer."""
+    text = view.case_text.texts["code"].value
+    before, _, last = text.rpartition("\n")
+    return eval(last, module.__dict__ | names | _ran(before, module.__dict__ | names))  # type: ignore[no-any-return]
+
+
+def _ran(text: str, names: dict[str, object]) -> dict[str, object]:
+    exec(text, names)
+    return names
+
+
+def test_the_code_of_an_explorer_makes_it_again(notebook: types.ModuleType, tmp_path: Path) -> None:
+    """With its kernels and its call, and what was changed."""
+    view = explorer(kernel=notebook.paged_attention, against="model")
+    view.set(num_heads=8)
+    made = again(view, notebook)
+    assert (made.case, made.against) == (view.case, "model")
+    assert made._kernels.functions == view._kernels.functions
+    call = attnlab.run(SMALL.replace(op="unified_attention", stage="sound")).recorded_call
+    call.save(tmp_path / "call.safetensors")
+    for what in (tmp_path / "call.safetensors", call):
+        view = explorer(what, kernel=notebook.paged_attention)
+        view.set(backend="model")
+        made = again(view, notebook, call=call)
+        assert made.show().status == "match"
+        assert torch.equal(made.result.call.query, call.query)
+        assert made.case == view.case
+    view = explorer(SMALL, lab=attnlab.Lab(source=tmp_path))
+    assert str(again(view, notebook)._lab.source) == str(tmp_path)

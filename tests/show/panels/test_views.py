@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.cases import hostile
 from helpers.panels import LOST, SMALL, ignore_step
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnlab.case.errors import Unavailable
@@ -173,7 +174,7 @@ def test_a_dark_page_has_dark_pictures() -> None:
 
 
 def test_no_label_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The labels of both axes and of the colour bar are inside the picture of the errors."""
+    """Labels and legend are inside the picture of the errors, and the legend is below the labels."""
     figures = []
 
     def kept(**options: object) -> Figure:
@@ -181,16 +182,28 @@ def test_no_label_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         return figures[-1]
 
     monkeypatch.setattr("attnlab.show.panels.rendering.Figure", kept)
-    view = panel(LOST.replace(atol=None), knobs=("stage",), views=("error",))
+    case = LOST.replace(atol=None, query_lens=(1000, 1), ctx_lens=(1000, 33))
+    legend, tops = Axes.legend, []
+
+    def noted(ax: Axes, **given: object) -> None:
+        tops.append(legend(ax, **given).get_window_extent().y1)
+
+    monkeypatch.setattr(Axes, "legend", noted)
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 10.5)  # as in the notebooks of the study
+    view = panel(case, knobs=("stage",), views=("error",))
     assert view.wait(30)
     width, height = figures[-1].bbox.size
     labels = [
         label.get_window_extent()
         for ax in figures[-1].axes
-        for label in (*ax.get_xticklabels(), *ax.get_yticklabels())
+        for label in (
+            *(*ax.get_xticklabels(), *ax.get_yticklabels()),
+            *(ax.xaxis.label, ax.yaxis.label),
+        )
         if label.get_text() and label.get_visible()
     ]
     assert len(labels) > 8
+    assert tops[0] < figures[-1].axes[0].xaxis.label.get_window_extent().y0
     assert all(
         one.x0 >= 0 and one.x1 <= width and one.y0 >= 0 and one.y1 <= height for one in labels
     )
