@@ -453,7 +453,10 @@ def comparison_pictures(
     if not cases:
         return ()
     shown = cases[:_MOST_COLUMNS]
-    cells = [[_square(*one, "right") for one in line] for line in zip(*shown, strict=True)]
+    cells = [
+        [_square(is_wrong, text, "right") for is_wrong, text in line]
+        for line in zip(*shown, strict=True)
+    ]
     title = f"In which cases each kernel is wrong{_left_out(len(shown), len(cases), 'cases')}"
     svg = _grid(names, cells, _numbered("case", len(shown), 1))
     legend = _legend({"wrong": "wrong beyond rounding, or rejected", "right": "right"}, cells)
