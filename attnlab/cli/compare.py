@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from attnlab.reports.shared_page import comparison_pictures
 
-        pictures = comparison_pictures(found)
+        pictures = comparison_pictures(found.names, found.marks())
     command.share(args, found, pictures=pictures)
     put(found, args.json)
     return found.exit_code

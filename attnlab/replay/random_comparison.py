@@ -94,6 +94,13 @@ class Comparison(Shown):
         """Return the cases, those with a difference first."""
         return sorted(self.cases, key=lambda one: not one.is_different)
 
+    def marks(self) -> list[list[tuple[bool, str]]]:
+        """Return whether each backend is wrong, and the text of a picture, of each case in that order."""
+        return [
+            [(each.is_wrong, f"{one.text}: {each.text()}") for each in one.outcomes]
+            for one in self.ordered
+        ]
+
     def sentences(self) -> list[str]:
         """Return which side is wrong, how often, and how to go on."""
         if not self.cases:

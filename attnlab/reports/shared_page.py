@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.lab.decode_error import ErrorAnswer
     from attnlab.lab.result import Result
-    from attnlab.replay.random_comparison import Comparison
 
 _CONTEXT = 4  # lines of the source before and after the faulty one
 _MOST_LINES = 25  # of a comment
@@ -447,21 +446,21 @@ def matrix_pictures(table: "MatrixTable") -> tuple[Picture, ...]:
     return tuple(found)
 
 
-def comparison_pictures(found: "Comparison") -> tuple[Picture, ...]:
-    """Draw in which cases each of two kernels is wrong; the cases as in the table of the page."""
-    cases = found.ordered[:_MOST_COLUMNS]
+def comparison_pictures(
+    names: Sequence[str], cases: Sequence[Sequence[tuple[bool, str]]]
+) -> tuple[Picture, ...]:
+    """Draw in which cases each kernel is wrong; ``cases``: (is wrong, text) of each kernel, by case."""
+    if not cases:
+        return ()
+    shown = cases[:_MOST_COLUMNS]
     cells = [
-        [
-            _square(one.outcomes[i].is_wrong, f"{one.text}: {one.outcomes[i].text()}", "right")
-            for one in cases
-        ]
-        for i in range(2)
+        [_square(is_wrong, text, "right") for is_wrong, text in line]
+        for line in zip(*shown, strict=True)
     ]
-    left_out = _left_out(len(cases), len(found.cases), "cases")
-    title = f"In which cases each kernel is wrong{left_out}"
-    svg = _grid(found.names, cells, _numbered("case", len(cases), 1))
+    title = f"In which cases each kernel is wrong{_left_out(len(shown), len(cases), 'cases')}"
+    svg = _grid(names, cells, _numbered("case", len(shown), 1))
     legend = _legend({"wrong": "wrong beyond rounding, or rejected", "right": "right"}, cells)
-    return (Picture(title=title, svg=svg, legend=legend),) if cases else ()
+    return (Picture(title=title, svg=svg, legend=legend),)
 
 
 def slot_picture(found: SlotMap) -> Picture:

@@ -113,12 +113,12 @@ def test_the_cases_in_which_a_kernel_is_wrong_are_drawn() -> None:
     right, wrong = Outcome(status="match"), Outcome(status="rejected", reason="no")
     cases = [Compared(case=CASE, outcomes=(right, one)) for one in (right, wrong, right)]
     found = Comparison(names=("mine", "other"), cases=tuple(cases), left_out={})
-    (picture,) = comparison_pictures(found)
+    (picture,) = comparison_pictures(found.names, found.marks())
     first, second = picture.svg.split('<th scope="row">')[1:]
     assert (first.count('<g class="wrong"'), second.count('<g class="wrong"')) == (0, 1)
     assert second.index('<g class="wrong"') < second.index('<g class="right"')
     assert "rejected: no" in second
-    assert comparison_pictures(Comparison(names=("a", "b"), cases=(), left_out={})) == ()
+    assert comparison_pictures(found.names, []) == ()
 
 
 def test_the_comment_of_a_check_has_the_smallest_cases() -> None:
