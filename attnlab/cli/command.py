@@ -353,6 +353,16 @@ def with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
     return case.replace(platform=platform), "machine"
 
 
+class _KernelOrCall(argparse.Action):
+    """A kernel, or the file of a call: a name with a suffix and without a colon."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        is_call = value is not None and ":" not in value and bool(Path(value).suffix)
+        setattr(namespace, "call" if is_call else "kernel", Path(value) if is_call else value)
+
+
 def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = True) -> None:
     """Add --kernel, and the same without --kernel; ``has_call``: to a command that has --call, too."""
     of_call = (
@@ -365,7 +375,12 @@ def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = 
     group.add_argument("--kernel", metavar="NAME", help=text + of_call)
     if is_positional:
         group.add_argument(
-            "kernel", nargs="?", metavar="KERNEL", default=argparse.SUPPRESS, help="as --kernel"
+            "kernel",
+            nargs="?",
+            metavar="KERNEL|CALL" if has_call else "KERNEL",
+            action=_KernelOrCall if has_call else "store",
+            default=argparse.SUPPRESS,
+            help="as --kernel" + "; or a file, as --call" * has_call,
         )
 
 

@@ -209,7 +209,7 @@ class Shrunk(Document, Shown):
       runs differ: then nothing was done.
     - ``reason``: what the kernel raises, or how equal runs differ; ``largest``: the largest error in units of
       the rounding bound.
-    - ``cause``: the defect that explains both calls, or "".
+    - ``causes``: the defects that explain both calls, the most likely first.
     - ``steps``: the steps that were kept; ``tries``: how many calls were run; ``is_complete``: no further
       step keeps the fault, and the time limit was not reached.
     - ``backend``: what ran the calls, "" if only the recorded output was cut.
@@ -223,7 +223,7 @@ class Shrunk(Document, Shown):
     status: str
     reason: str = ""
     largest: float = 0.0
-    cause: str = ""
+    causes: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     tries: int = 0
     seconds: float = 0.0
@@ -248,7 +248,8 @@ class Shrunk(Document, Shown):
             if self.status == REJECTED
             else f"the output is off by up to {self.largest:.3g} rounding bounds"
         )
-        cause = f"; {self.cause} explains it" if self.cause else ""
+        explain = "explains it" if len(self.causes) == 1 else "each explain it"
+        cause = f"; {', '.join(self.causes)} {explain}" if self.causes else ""
         how = f"{len(self.steps)} steps, {self.tries} runs in {self.seconds:.1f} s"
         end = "no smaller call was found" if self.is_complete else "the time limit was reached"
         return [fault + cause, f"{how}; {end}"]
@@ -327,14 +328,14 @@ class Judge:
         found = violations_of_captured(call, self.case, given=self.given)
         return {(one.kind, one.subject, one.effect) for one in found if one.effect != "harmless"}
 
-    def causes(self, failure: Failure) -> list[str]:
+    def causes(self, failure: Failure) -> tuple[str, ...]:
         """Return the defects that explain a wrong output, the most likely first."""
         if failure.ran.output is None:
-            return []
+            return ()
         case, call = failure.ran.case, failure.call
         found = diagnose_call(call, Target.of(case), kernels_of(case, call))
         first = [] if found.cause is None else [found.cause.name]
-        return [*first, *(one.name for one in found.explanations)]
+        return tuple(dict.fromkeys([*first, *(one.name for one in found.explanations)]))
 
 
 def shrink(
@@ -347,8 +348,8 @@ def shrink(
     """Return the smallest call that still fails in the same way.
 
     The search is greedy: it takes the first smaller call that fails, and starts again from there. A smaller
-    call must fail with the same verdict, with numbers that are finite or not as before, and with a cause
-    among its explanations if the first diagnosis names one. It must violate no contract that the first call
+    call must fail with the same verdict, with numbers that are finite or not as before, and one defect must
+    explain all of them if the first diagnosis has any. It must violate no contract that the first call
     keeps. ``on_try``: called before each run with the step and the number of runs so far. After ``seconds``
     no further call is run.
 
@@ -379,7 +380,7 @@ def shrink(
         status=last.ran.status,
         reason="" if last.ran.failure is None else str(last.ran.failure),
         largest=float(last.ratio.max()),
-        cause=search.cause,
+        causes=search.causes,
         steps=tuple(search.steps),
         tries=search.tries,
         seconds=time.monotonic() - began,
@@ -398,7 +399,7 @@ class _Search:
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self.steps: list[str] = []
         self.tries, self.is_complete = 1, True
-        self.cause = next(iter(judge.causes(found)), "")
+        self.causes = judge.causes(found)
         self.violated = judge.violations(found.call)
 
     def run(self) -> None:
@@ -433,8 +434,12 @@ class _Search:
             failure = self.judge.failure(call)
             if failure is None or failure.kind != self.found.kind:
                 return None
-            if self.cause and self.cause not in self.judge.causes(failure):
-                return None
+            if self.causes:
+                found = self.judge.causes(failure)
+                causes = tuple(one for one in self.causes if one in found)
+                if not causes:
+                    return None
+                self.causes = causes
         except AttnLabError:
             return None
         return failure

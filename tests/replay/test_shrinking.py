@@ -30,6 +30,7 @@ from attnlab.replay.parts import (
     with_sequences,
     without_tokens,
 )
+from attnlab.replay.shrinking import Judge
 from attnlab.reports.upstream import script_of
 from attnlab.tensors.case_visibility import mask_of
 
@@ -41,13 +42,23 @@ def test_the_smallest_call_still_fails(tmp_path):
     """A row that sees one key too many needs a next row, if that key is to be one of the sequence."""
     wrong = kernel_file(tmp_path, WRONG, "wrong")
     found = attnlab.shrink_call(call_of(**LARGE), backend=wrong)
-    assert (found.status, found.cause) == ("mismatch", "causal_plus_one")
+    assert (found.status, found.causes) == ("mismatch", ("causal_plus_one",))
     assert {**found.after, **SIZES, "longest context": 0} == found.after
     assert found.is_complete
     assert attnlab.diagnose(found.call).is_wrong
     (one,) = attnlab.replay_call(found.call, backends=[wrong]).replays
     assert (one.status, one.from_recorded.other_bits) == ("mismatch", 0)
     assert attnlab.replay_call(found.call).replays[0].status == "match"
+
+
+def test_all_defects_that_explain_every_call_are_stated(tmp_path, monkeypatch):
+    """A defect that a smaller call excludes is not; a call that none of them explains is not taken."""
+    wrong = kernel_file(tmp_path, WRONG, "wrong")
+    answers = iter([("a", "b", "c"), ("b", "c"), ("d",)])
+    monkeypatch.setattr(Judge, "causes", lambda self, failure: next(answers, ("c", "b")))
+    found = attnlab.shrink_call(call_of(**LARGE), backend=wrong)
+    assert found.causes == ("b", "c")
+    assert found.sentences()[0].endswith("b, c each explain it")
 
 
 def test_the_recorded_output_is_cut_without_a_run(tmp_path):
