@@ -242,7 +242,8 @@ def _is_number(row: WrongRow) -> bool:
 
 
 def _wrong_value(place: RowsOfOp, row: WrongRow) -> Observation:
-    heads = f", heads {numbers(row.heads, len(row.heads))},"
+    word = "head" if len(row.heads) == 1 else "heads"
+    heads = f", {word} {numbers(row.heads, len(row.heads))},"
     if _is_number(row):
         text = f"{heads} is off by {row.error:.3g}; rounding explains {row.bound:.3g}"
         return place.observe("value", row.row, text, asdict(row))
