@@ -18,6 +18,7 @@ _MODULES = {  # the public names of each module
     "study.head_tiles": "HEAD_TILE_REPAIR predicted_heads tile_case tile_lab tile_source "
     "upstream_text wrong_heads",
     "study.hypotheses": "predict table_of",
+    "attnlab.reports.notebook_result": "Event",
     "study.incident": "post_mortem pull_request",
     "study.kernels": "fp8_values real_kernels",
     "study.mutants": "is_full_size mutant nine_mutants",
