@@ -10,6 +10,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -130,6 +132,29 @@ def in_parts(items: Sequence[T]) -> Iterator[T]:
 
 def ignore_step(step: str, done: int | None = None, total: int | None = None) -> None:
     """Display nothing."""
+
+
+_RUNNING: ContextVar[tuple[OnStep, str]] = ContextVar("running", default=(ignore_step, ""))
+
+
+@contextmanager
+def announced(on_step: OnStep, step: str) -> Iterator[None]:
+    """Announce a step; within, :func:`counted` says how far it is."""
+    on_step(step)
+    token = _RUNNING.set((on_step, step))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def counted(items: Sequence[T]) -> Iterator[T]:
+    """Yield the parts of the step that runs, and report how many are done."""
+    on_step, step = _RUNNING.get()
+    for i, one in enumerate(items):
+        if i:
+            on_step(step, i, len(items))
+        yield one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from attnlab.contracts.contract import (
     contract,
 )
 from attnlab.contracts.slot_states import as_read, cached_lens, default_scale, grid_rows, served
-from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.backend import Backend, RunOptions, RunOutput, counted
 from attnlab.tensors.cache import garbage, interleaved, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import ElementFormat, read_format
@@ -310,7 +310,7 @@ def _prefill_attend(name: str, call: KernelCall, target: Target, grid: int) -> N
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     cached = cached_lens(terms, call).tolist()
-    for seq in torch.nonzero(served(terms, call)).flatten().tolist():
+    for seq in counted(torch.nonzero(served(terms, call)).flatten().tolist()):
         start, stop = starts[seq], starts[seq + 1]
         _sequence(call, target, seq, start, stop, seq_lens[seq], cached[seq], grid)
 
@@ -432,7 +432,7 @@ def kernel_paged_attention_2d(call: KernelCall, target: Target) -> None:
     terms = contract(TRITON_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
-    for seq in torch.nonzero(served(terms, call)).flatten().tolist():
+    for seq in counted(torch.nonzero(served(terms, call)).flatten().tolist()):
         row = _row(call, target, seq, starts[seq], seq_lens[seq], terms.reads_tail != "nothing")
         call.buffer[starts[seq]] = row.to(call.buffer.dtype)
 

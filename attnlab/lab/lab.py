@@ -20,7 +20,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import runs_of, written_rows
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend, model
-from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput, cell_steps
+from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput, announced, cell_steps
 from attnlab.kernels.control import run_backend
 from attnlab.lab.cache_write import (
     as_numbers,
@@ -346,12 +346,12 @@ class Lab:
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
         """Announce a step and record its time, even if it raises."""
-        (self.on_step or cell_steps())(step)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds[step] = time.perf_counter() - start
+        with announced(self.on_step or cell_steps(), step):
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                seconds[step] = time.perf_counter() - start
 
 
 # Draw the batches of coming Cases in the background, while a Lab runs the Cases before them.

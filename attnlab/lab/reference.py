@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from attnlab.case.case import Case
+from attnlab.kernels.backend import counted
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.case_visibility import visibility_of
 from attnlab.tensors.formats import store, written_format
@@ -59,7 +60,7 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
     lse = torch.empty(shape[:2], dtype=dtype, device=device) if with_lse else None
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens, visibility = batch.token_start_loc, batch.kv_start_loc, visibility_of(case)
-    for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
+    for i, cached in counted([*enumerate(batch.lengths.cached_lens(case.spec.fill_read))]):
         here = slice(rows[i], rows[i + 1])
         attend(
             batch.query[here],

@@ -140,9 +140,13 @@ def test_a_step_of_an_outdated_job_ends_it() -> None:
 
 
 def test_a_lab_reports_its_steps_in_order() -> None:
-    steps: list[str] = []
-    Lab(on_step=lambda step, done=None, total=None: steps.append(step)).run(SMALL)
-    assert tuple(steps) == STEPS
+    """With how many sequences of a step are done."""
+    steps: list[tuple[str, int | None, int | None]] = []
+    Lab(on_step=lambda step, done=None, total=None: steps.append((step, done, total))).run(SMALL)
+    assert tuple(dict.fromkeys(step for step, *_ in steps)) == STEPS
+    seqs = len(SMALL.lengths.query_lens)
+    assert [done for step, done, _ in steps if step == "reference"] == [None, *range(1, seqs)]
+    assert {total for _, done, total in steps if done} == {seqs}
 
 
 def test_the_share_done_never_decreases() -> None:
