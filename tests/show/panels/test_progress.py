@@ -146,7 +146,7 @@ def test_a_lab_reports_its_steps_in_order() -> None:
     assert tuple(dict.fromkeys(step for step, *_ in steps)) == STEPS
     seqs = len(SMALL.lengths.query_lens)
     assert [done for step, done, _ in steps if step == "reference"] == [None, *range(1, seqs)]
-    assert {total for _, done, total in steps if done} == {seqs}
+    assert ("kernels", 1, 2) in steps  # those that the kernel serves
 
 
 def test_the_share_done_never_decreases() -> None:
