@@ -19,6 +19,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import BackendName, FieldType, Flag, Maybe, OneOf
 from attnlab.case.masks import MASK_DATA, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.ops import OPS
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.stages import STAGES
 
@@ -46,17 +47,7 @@ def sentence(text: str) -> str:
 
 
 CHOICES: dict[str, dict[str, str]] = {
-    "op": {
-        "chunked_prefill_paged_decode": "Attention of a mixed batch: prefill rows by the prefill kernel, "
-        "decode rows by a paged decode kernel.",
-        "context_attention_fwd": "The prefill kernel alone: new tokens attend to a paged context.",
-        "triton_prefill_attention": "Attention of whole sequences without a cache, as in an encoder.",
-        "unified_attention": "One kernel for prefill and decode rows, which reads all keys from the cache.",
-        "decode_attention_fwd": "Decode of one token per sequence, split along the keys.",
-        "merge_attn_states": "Merges two partial attention outputs by their log-sum-exp.",
-        "reshape_and_cache_flash": "Writes new keys and values to the cache.",
-        "cpu_attention_with_kv_cache": "The attention op of vLLM's CPU backend.",
-    },
+    "op": {name: sentence(op.summary) for name, op in OPS.items() if op.library == "vllm"},
     "dtype": _DTYPES,
     "kv_cache_dtype": {
         "auto": "The cache has the dtype of query, key and value.",

@@ -96,7 +96,7 @@ def test_a_selection_is_kept_if_the_row_exists() -> None:
 @pytest.mark.parametrize("op", VLLM_OPS)
 def test_every_op_has_its_pictures(op: str) -> None:
     changes = {"op": op, "x": None, "fill": "all_rows"}
-    if op == "decode_attention_fwd":
+    if not OPS[op].prefill:
         changes |= {"query_lens": (1, 1), "ctx_lens": (20, 3)}
     if not OPS[op].context:
         changes |= {"query_lens": (5, 3), "ctx_lens": (0, 0)}
