@@ -663,7 +663,7 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
         raise InvalidCase("the backend does not support the kv_cache_dtype")
     if changes.get("dtype", "float16") not in backend.dtypes:
         raise InvalidCase("the backend's device does not compute the dtype exactly")
-    if "first_block" in changes and not backend.large_caches:
+    if "first_block" in changes and (not backend.large_caches or OPS[op].copies_cache):
         raise InvalidCase("the backend may copy the cache, which is too large here")
     if changes.get("freed", "kept") != "kept" and backend.name == "model":
         raise InvalidCase("the models do not define reads before a window")

@@ -117,6 +117,7 @@ class Op:
     - ``min_window``: the smallest sliding window, of those above 0, that its arguments can state.
     - ``min_splits``, ``splits_are_powers_of_two``: which num_splits it accepts; ``split_releases``: the
       releases that have the argument, if the op has it.
+    - ``copies_cache``: the cache that it gets is made from the Case's, so that no block can be far away.
     - ``coarse``: it reads numbers of 4 bits; a cache has only such (:mod:`attnlab.tensors.formats`).
     - ``interleave_v_releases``: the releases that read values in packs of 16 bytes, AITER's layout.
     """
@@ -163,6 +164,7 @@ class Op:
     split_releases: tuple[str, ...] = RELEASES
     interleave_v_releases: tuple[str, ...] = ()
     coarse: bool = False
+    copies_cache: bool = False
 
     def __post_init__(self) -> None:
         """Set the usual backends: those of vLLM, or that of the library."""

@@ -208,7 +208,7 @@ def layout_gaps(op, is_left_out=lambda case: False):
         argument = case.argument
         is_about_layout = argument.name == "gaps" or argument.cache
         is_index = case.stage == "int64" or case.mask in ("ranges", "tree", "prefix_and_window")
-        if (is_about_layout or is_index) and not is_left_out(case):
+        if (is_about_layout or is_index or not facts) and not is_left_out(case):
             with measuring() as measured:
                 launches(backend, case)
             facts.append({name: sorted(found) for name, found in measured.arguments.items()})

@@ -17,13 +17,18 @@ OP = Op(
         **same("max_query_len max_seq_len causal sinks"),
         "sliding_window": "window_left",
     },
-    neutral={"max_seq_len": "It chooses tiles and the number of parts; the result is the same."},
+    neutral={
+        "max_seq_len": "It chooses tiles and the number of parts; the result is the same.",
+        "config": "It chooses tiles; the result is the same.",
+        "workspace": "The op allocates it if it gets none.",
+    },
     own_splits=(1, 2, 4, 8, 16, 32, 64),
     left_out={
         "config": "tiles that a tuner found",
         "rows of more than 8192 new tokens": "the caller computes them with unified_attention",
     },
-    contract={"sinks": "any"},
+    # It has powers of two; its backend has 64, 128 and 256.
+    contract={"sinks": "any", "head_sizes": (16, 32, 64, 128, 256)},
     new_tokens_from="cache",
     cache_layout="flash",
     hnd=True,

@@ -22,9 +22,16 @@ OP = Op(
     lse="lse_buf",
     neutral={
         "max_num_kv_splits": PATH,
-        **dict.fromkeys(("Pi", "centroids", "mse_bits"), "Keys in FP8 do not use it."),
+        **dict.fromkeys(
+            ("Pi", "PiT", "centroids", "mse_bits", "norm_correction"), "Keys in FP8 do not use it."
+        ),
+        **dict.fromkeys(
+            ("mid_o_buf", "output_buf", "buf_holder"),
+            "The op allocates the buffer if it gets none.",
+        ),
     },
     coarse=True,
+    copies_cache=True,
     default_splits=32,
     left_out={
         "key_fp8 False": "keys as numbers of centroids, rotated by Pi, with a norm",

@@ -17,6 +17,9 @@ OP = Op(
     # The op has one KV head: those of a call are rows of their own.
     result="returned[0][..., :value_size].reshape(tokens, heads, value_size)",
     lse="returned[2].reshape(tokens, heads)",
+    neutral={"d_v": "It must be 512."},
+    index_dtypes={"indices": ("int32",)},
+    copies_cache=True,
     left_out={
         "other lists than the tokens that a causal row sees": "the list is an input of the op",
         "block_dpe 0": "no part of the key apart",
