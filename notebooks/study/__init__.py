@@ -15,10 +15,9 @@ _MODULES = {  # the public names of each module
     "study.html_table": "table",
     "attnlab.mla.faults": "faults_of",
     "study.mla_chain": "MLA_EDITS edited_ops mla_panel mla_source run_faults",
-    "study.head_tiles": "HEAD_TILE_REPAIR predicted_heads tile_case tile_lab tile_source "
-    "upstream_text wrong_heads",
+    "study.head_tiles": "HEAD_TILE_EVENTS HEAD_TILE_IMPACT HEAD_TILE_REPAIR predicted_heads "
+    "tile_case tile_lab tile_source upstream_text wrong_heads",
     "study.hypotheses": "predict table_of",
-    "attnlab.reports.notebook_result": "Event",
     "study.incident": "post_mortem pull_request",
     "study.kernels": "fp8_values real_kernels",
     "study.mutants": "is_full_size mutant nine_mutants",

@@ -12,12 +12,22 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
+from attnlab.reports.notebook_result import Event
 from attnlab.reports.upstream import write_reports
 from study.broken_kernel import PlantedFault, editable_source, plant_fault
 
 TILE = 16  # query heads of a program, at most
 _MODULE = "triton_decode_attention"
 _OF_A_GROUP = "cur_head_id % tl.cdiv(kv_group_num, BLOCK_H) * BLOCK_H"
+HEAD_TILE_EVENTS = (
+    Event(name="vLLM 0.33.0", date="2026-11-22", text="wrong on an H200, too"),
+    Event(name="SGLang 0.5.23", date="2026-11-23", text="the same heads on an H200"),
+)
+HEAD_TILE_IMPACT = (
+    "wrong: callers with several KV heads and more than 16 query heads for each, in groups that are no "
+    "multiple of 16; some heads attend to the keys of another KV head",
+    "right: vLLM 0.33.0's own caller, MLA with one KV head",
+)
 HEAD_TILE_REPAIR = {
     "first head": PlantedFault(
         module=_MODULE,
