@@ -81,6 +81,15 @@ def test_a_file_that_ends_the_process_when_it_loads(tmp_path, line):
         planted(tmp_path, f"import os, sys\n{line}\n")
 
 
+@pytest.fixture
+def interrupts():
+    """Handle interrupts as Python does; a shell lets what it runs in the background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_is_not_contained():
     with pytest.raises(KeyboardInterrupt), contained():
         os.kill(os.getpid(), signal.SIGINT)
