@@ -44,6 +44,7 @@ from attnlab.checker.plan import (
 from attnlab.checker.releases import (
     ABSENT,
     FINDING,
+    NAMELESS,
     NOT_RUN,
     OTHER,
     SOUND,
@@ -86,7 +87,6 @@ _FEATURES = {
 }
 _FEATURES |= {"kv_cache_dtype", "kv_layout", "num_splits", "interleave_v", "distribution"}
 _PLACE = ("op", "backend", "release", "platform")
-_STATUSES = {"ambiguous", "described", "unexplained"}  # of a diagnosis without a name
 _ORDER = (FINDING, NOT_RUN, OTHER, SOUND, ABSENT)  # which state of several ops a cell has
 
 
@@ -123,10 +123,10 @@ class KnownFault:
         if finding.kind != self.kind:
             return False
         label = label_of(finding)
-        if label == self.diagnosis and label not in _STATUSES:
+        if label == self.diagnosis and label not in NAMELESS:
             return True
         labels = {label, self.diagnosis}
-        return is_own_call and finding.op in self.found_in and bool(labels & _STATUSES)
+        return is_own_call and finding.op in self.found_in and bool(labels & NAMELESS)
 
 
 def _sort(op: str) -> tuple[bool, bool]:
@@ -191,11 +191,11 @@ def known_faults(
         fields = _fields(one.case)
         label = label_of(one)
         key: tuple[str, ...] = (one.kind, label)
-        if label in _STATUSES:
+        if label in NAMELESS:
             key = (one.kind, one.op, str(fields))
         fault = catalogue.get(label) if one.kind == "wrong_output" else None
         if fault is None:
-            if label in _STATUSES and line:  # another op, or call, that runs the same line
+            if label in NAMELESS and line:  # another op, or call, that runs the same line
                 same = (
                     k for k, of in others.items() if k[0] == one.kind and line in of.lines.values()
                 )
@@ -307,7 +307,7 @@ class AtlasPlan(ReleasePlan):
                 for fields in (call for fault in self.faults for call in fault.calls_at(op)):
                     with contextlib.suppress(InvalidCase):
                         case = calls.case(op, owner, fields)
-                        key = f"{owner}/{op}/{digest_of(case)}"
+                        key = key_of(op, owner, case)
                         if key not in found:
                             found[key] = Task(
                                 key=key,
@@ -390,6 +390,11 @@ def atlas_plan(
     )
 
 
+def key_of(op: str, owner: str, case: Case) -> str:
+    """Return the key of the task that runs a Case in an op of a release."""
+    return f"{owner}/{op}/{digest_of(case)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Calls:
     """The Cases of calls: what the header of an atlas says about ops and releases."""
@@ -415,7 +420,7 @@ class Calls:
 
     def key(self, op: str, owner: str, fields: Fields) -> str:
         """Return the key of the task of a call. Raises InvalidCase as :meth:`case`."""
-        return f"{owner}/{op}/{digest_of(self.case(op, owner, fields))}"
+        return key_of(op, owner, self.case(op, owner, fields))
 
 
 # The table: which op of which release shows which fault.
@@ -502,7 +507,7 @@ class _Atlas:
     ) -> None:
         """Add the fault of a finding, at the call that shows it; only the first of a group of findings."""
         label = label_of(finding)
-        key = (finding.kind, label) if label not in _STATUSES else finding.group
+        key = (finding.kind, label) if label not in NAMELESS else finding.group
         if key not in new:
             new[key] = dataclasses.replace(
                 _found_fault(finding),
@@ -528,7 +533,7 @@ class _Atlas:
         own = fault.calls_at(op)
         more = (
             []
-            if fault.diagnosis in _STATUSES
+            if fault.diagnosis in NAMELESS
             else self._named.get((op, fault.kind, fault.diagnosis), [])
         )
         states: list[tuple[_Seen, Fields]] = []

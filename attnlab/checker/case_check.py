@@ -235,8 +235,8 @@ def _wrong_output(
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
         return _finding(case, "wrong_output", text, "contents of the output buffer")
     text = _with_what_rights_it(lab, backend, zeros, seen.evidence)
-    if layout or text.endswith(_SMALL_BLOCKS):
-        label = f"block {_FAR}" if text.endswith(_SMALL_BLOCKS) else layout
+    label = f"block {_FAR}" if text.endswith(_SMALL_BLOCKS) else layout
+    if label:
         return _finding(zeros, "wrong_output", text, label)
     names = tuple(sorted(one.name for one in seen.explanations))
     return dataclasses.replace(_finding(zeros, "wrong_output", text, UNNAMED), names=names)

@@ -196,7 +196,7 @@ def op_digest(source: Source, op: str) -> str | None:
 # runs in every release that has the op. So a cell states what this Case did there, and a fault of another
 # release belongs to the row only if the Case shows it.
 
-_STATUSES = {"ambiguous", "described", "unexplained"}  # of a diagnosis without a name
+NAMELESS = {"ambiguous", "described", "unexplained"}  # of a diagnosis without a name
 VIOLATES = "the case violates a contract of the op"
 
 
@@ -227,7 +227,7 @@ class Row:
         if (self.finding.op, self.finding.kind) != (other.op, other.kind):
             return False
         labels = {self.finding.diagnosis, other.diagnosis}
-        return self.finding.is_same(other) or bool(labels & _STATUSES)
+        return self.finding.is_same(other) or bool(labels & NAMELESS)
 
 
 @dataclass(slots=True, kw_only=True)

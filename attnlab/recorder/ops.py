@@ -245,8 +245,8 @@ def _flash_decode(arguments: dict[str, Any], reading: Reading) -> None:
     if not isinstance(lens, torch.Tensor):
         count = cache.shape[1] if lens is None else int(lens)
         reading.fields["seq_lens"] = torch.full((len(query),), count, **index)
-    for name in ("k", "v"):
-        reading.fields.pop({"k": "key", "v": "value"}[name], None)
+    for name in ("key", "value"):
+        reading.fields.pop(name, None)
     given = ("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "qv")
     reading.unmodelled += [name for name in given if arguments.get(name) is not None]
 
