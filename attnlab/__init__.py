@@ -17,7 +17,8 @@ if _typing.TYPE_CHECKING:
     from attnlab.checker.matrix import run_many
     from attnlab.contracts.dispatch import explain
     from attnlab.defects import DEFECTS
-    from attnlab.diagnosis.public import diagnose, violations
+    from attnlab.diagnosis.captured import diagnose_any as diagnose
+    from attnlab.diagnosis.captured import violations_of as violations
     from attnlab.kernels.triton.interpreter import interpret
     from attnlab.lab.lab import Lab
     from attnlab.lab.result import Result
@@ -94,7 +95,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "check_writes": "attnlab.lab.writes",
     "compare": "attnlab.lab.run",
     "decode_error": "attnlab.lab.run",
-    "diagnose": "attnlab.diagnosis.public",
+    "diagnose": "attnlab.diagnosis.captured:diagnose_any",
     "explain": "attnlab.contracts.dispatch",
     "explorer": "attnlab.show.panels",
     "interpret": "attnlab.kernels.triton.interpreter",
@@ -110,7 +111,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "run_mla": "attnlab.mla.run",
     "shrink_call": "attnlab.replay.shrinking",
     "stages": "attnlab.lab.run",
-    "violations": "attnlab.diagnosis.public",
+    "violations": "attnlab.diagnosis.captured:violations_of",
     "xray": "attnlab.weights.conclude",
 }
 

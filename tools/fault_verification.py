@@ -18,7 +18,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import Defect
-from attnlab.diagnosis.access_check import access_facts, lines_of
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import (
     AccessClaim,
@@ -27,15 +26,16 @@ from attnlab.diagnosis.claims import (
     LeakClaim,
     PatternClaim,
     RepairClaim,
+    common_claims,
+    side_claims,
 )
 from attnlab.diagnosis.confirmation import features_of
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine
-from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnose import access_facts, diagnose, lines_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.repair_check import is_right, with_contents
 from attnlab.diagnosis.refinement import compared, counts_slots, follows_from, leak_of
+from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.reruns import rows_equal, with_known_contents
-from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab

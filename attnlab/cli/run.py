@@ -282,7 +282,7 @@ def _changes(words: Sequence[str]) -> dict[str, Any]:
 
 def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., None]) -> int:
     """Run the Case and print its Result; return the exit code."""
-    from attnlab.diagnosis.distinction import run_again
+    from attnlab.diagnosis.diagnosis import run_again
 
     lab = command.lab_of(args, on_step)
     result = lab.run(case)

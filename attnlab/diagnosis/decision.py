@@ -17,16 +17,19 @@ from attnlab.defects.edit import changing_inputs
 from attnlab.diagnosis.candidates import (
     Candidate,
     Confirmation,
+    ErrorLocations,
+    RowSample,
     Scope,
     confirm,
     is_by_chance,
+    locate,
+    sample_output,
     screen,
+    wrong_parts,
 )
-from attnlab.diagnosis.cells import ErrorLocations, RowSample, locate, sample_output, wrong_parts
-from attnlab.diagnosis.describe import describe
+from attnlab.diagnosis.describe import describe, fitted_scale
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_values import fitted_scale
 from attnlab.kernels.control import rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice

@@ -9,7 +9,7 @@ import torch
 
 from attnlab.case.shown import json_value
 from attnlab.contracts.contract import PARTITION_SIZE
-from attnlab.diagnosis.cells import Cells, ratio_of
+from attnlab.diagnosis.candidates import Cells, ratio_of
 
 PLACES = ("sequences", "rows", "heads")
 

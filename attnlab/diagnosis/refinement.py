@@ -12,10 +12,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
-from attnlab.diagnosis.candidates import Candidate
-from attnlab.diagnosis.cells import limit_of, ratio_of
+from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
-from attnlab.diagnosis.confirmation import is_hidden, with_leaks, with_second_cases
+from attnlab.diagnosis.confirmation import find_rule, is_hidden, with_leaks, with_second_cases
 from attnlab.diagnosis.decision import (
     Evidence,
     Examination,
@@ -40,7 +39,6 @@ from attnlab.diagnosis.reruns import (
     with_contents,
     with_known_contents,
 )
-from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.control import Control, rows_agree
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of

@@ -1,6 +1,6 @@
 """Find the changed expression of a kernel with which an op of linear attention is right.
 
-The search and its confirmation are those of softmax attention (:mod:`attnlab.diagnosis.location`): an edit
+The search and its confirmation are those of softmax attention (:mod:`attnlab.diagnosis.lines`): an edit
 of one expression is stated only if it makes every case right that is wrong without it, at least ten further
 ones, and leaves all others right.
 """
@@ -14,9 +14,9 @@ import torch
 
 from attnlab.case.errors import AttnLabError
 from attnlab.diagnosis.claims import RepairClaim
-from attnlab.diagnosis.location.lines import lines_of_accesses, located
-from attnlab.diagnosis.location.repair_check import Proof, Proofs, claim_among, probe_of
-from attnlab.diagnosis.location.trials import Judge, Limit, Repair, Trials, TrialTarget
+from attnlab.diagnosis.lines import lines_of_accesses, located
+from attnlab.diagnosis.repair_check import Proof, Proofs, claim_among, probe_of
+from attnlab.diagnosis.trials import Judge, Limit, Repair, Trials, TrialTarget
 from attnlab.kernels.triton.kernel_text import called_functions
 from attnlab.kernels.triton.launch_plan import recording_launches
 from attnlab.kernels.triton.probe import LaunchLog, Probe, probing

@@ -14,7 +14,7 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.edit import Rows, family, fault
-from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.diagnosis import find_distinction
 from attnlab.diagnosis.reruns import SECOND_SCALES
 from attnlab.kernels.backend import OnStep
 from attnlab.lab.lab import Lab

@@ -19,8 +19,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.candidates import locate
 from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_ran
-from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.patches import Function, Patches

@@ -12,7 +12,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.case.platforms import machine_platform
-from attnlab.diagnosis.public import diagnose, violations
+from attnlab.diagnosis.captured import diagnose, violations
 from attnlab.kernels.runner import runners
 from attnlab.lab.lab import Lab
 from attnlab.recorder.dumps import read_call

@@ -20,8 +20,8 @@ from attnlab.case.errors import (
 )
 from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.candidates import correct_and_bound
 from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
-from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
 from attnlab.kernels.run_call import for_call, run_call

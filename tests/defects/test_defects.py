@@ -17,7 +17,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.diagnosis import find_distinction
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import (

@@ -12,11 +12,10 @@ from helpers.cases import hostile
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
-from attnlab.diagnosis.cells import cells_of, locate
-from attnlab.diagnosis.describe import describe, key_rules
+from attnlab.diagnosis.candidates import cells_of, locate
+from attnlab.diagnosis.describe import _added, describe, key_rules
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_values import _added
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of, weights_of

@@ -10,7 +10,7 @@ import torch
 
 from attnlab.case.errors import InvalidCase, KernelFailed
 from attnlab.cli.main import main
-from attnlab.diagnosis.location.trials import Limit
+from attnlab.diagnosis.trials import Limit
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import package_of
 from attnlab.linear import state_repair

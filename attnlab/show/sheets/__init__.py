@@ -30,7 +30,7 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.run.StageTable": "attnlab.show.sheets.results.stages",
     "attnlab.checker.matrix.MatrixTable": "attnlab.show.sheets.results.matrix",
     "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
-    "attnlab.diagnosis.distinction.OtherRun": "attnlab.show.sheets.results.other_run",
+    "attnlab.diagnosis.diagnosis.OtherRun": "attnlab.show.sheets.results.other_run",
     "attnlab.lab.decode_error.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
     "attnlab.weights.xray.XRay": "attnlab.show.sheets.conclusions.xray",

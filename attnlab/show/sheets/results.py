@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attnlab.contracts.contract import Contract
     from attnlab.contracts.dispatch import Decision
     from attnlab.contracts.violations import Violation, Violations
-    from attnlab.diagnosis.distinction import OtherRun
+    from attnlab.diagnosis.diagnosis import OtherRun
     from attnlab.lab.decode_error import DecodedError, ErrorAnswer
     from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result

@@ -23,7 +23,7 @@ from attnlab.defects import DEFECTS
 from attnlab.defects.scores import splits
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.diagnosis import find_distinction
 from attnlab.kernels import model
 from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm import backend as vllm_ops

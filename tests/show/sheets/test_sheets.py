@@ -25,7 +25,7 @@ from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import run_again
+from attnlab.diagnosis.diagnosis import run_again
 from attnlab.horizon.deployment import PRESETS
 from attnlab.horizon.survey import KernelHorizon, Survey
 from attnlab.lab.decode_error import decode_error

@@ -13,7 +13,7 @@ from itertools import combinations
 import torch
 
 from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
-from attnlab.diagnosis.rules.divisions import divisions
+from attnlab.diagnosis.divisions import divisions
 from attnlab.kernels.triton.run_log import number_outside
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.tensors.cache import MOST_COPIED, to_flash

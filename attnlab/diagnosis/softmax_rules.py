@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from attnlab.defects.edit import Compute, Defect, Rows
-from attnlab.diagnosis.rules.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
+from attnlab.diagnosis.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of
 
 ALL_KEYS = 1 << 40  # more keys than any sequence has
