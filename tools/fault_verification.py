@@ -40,7 +40,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab
 from attnlab.weights.conclude import xray
-from attnlab.weights.evidence import compare
+from attnlab.weights.fit import compare
 
 MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
 SoundRuns = Sequence[

@@ -45,7 +45,7 @@ from attnlab.kernels.plugin import PluginBackend
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result
 from attnlab.weights.conclude import xray
-from attnlab.weights.rule import Description
+from attnlab.weights.plan import Description
 
 # Texts of CUDA and cuBLAS after which nothing runs any more in the process.
 _BROKEN_CONTEXT = re.compile(

@@ -32,7 +32,7 @@ from attnlab.lab.error_map import as_slice
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result
-from attnlab.weights.rule import Description
+from attnlab.weights.plan import Description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

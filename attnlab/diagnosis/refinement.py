@@ -44,8 +44,8 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.conclude import most_runs, xray
-from attnlab.weights.evidence import compare
-from attnlab.weights.rule import Description
+from attnlab.weights.fit import compare
+from attnlab.weights.plan import Description
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.xray import XRay, predict_case
 

@@ -18,7 +18,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Fact, Pattern, Sizes, sequence_rules
 from attnlab.diagnosis.reruns import further_cases
 from attnlab.show import sheets
-from attnlab.weights.rule import Edge
+from attnlab.weights.plan import Edge
 
 NAME = "newest_token_dropped"
 CAUSE = candidate(NAME)
