@@ -134,7 +134,7 @@ def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode_error(args: argparse.Namespace) -> int:
-    from attnlab.lab.error_text import ErrorText  # imports no torch
+    from attnlab.lab.decode_error import ErrorText  # imports no torch
 
     command.check_share_flags(args)
     found = ErrorText.read(read_text(args.file))
@@ -302,7 +302,7 @@ def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., N
 
 
 def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) -> int:
-    from attnlab.lab.run import platforms_shown, stage_table, to_json
+    from attnlab.lab.lab import platforms_shown, stage_table, to_json
 
     platforms = platforms or platforms_shown(case)
     with progress("running the stages") as on_step:

@@ -15,13 +15,13 @@ import torch
 from attnlab.defects.edit import Defect
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
 from attnlab.lab.reference import attend
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 
 # Cells: rows and heads of an output next to the correct output, the material of a description.
 
 # ErrorLocations: where an output differs from the correct one by more than its kernel's rounding.
 #
-# Every row and head is compared with its own rounding bound (:mod:`attnlab.lab.rounding`), not with a
+# Every row and head is compared with its own rounding bound (:mod:`attnlab.lab.reference`), not with a
 # test's tolerance, because a tolerance may hide an error.
 
 _SHARP_ROWS, _SHARP_HEADS = 4, 16  # per sequence and at a time, for the sharper bound

@@ -41,12 +41,11 @@ from attnlab.kernels.run_call import for_call, run_call
 from attnlab.kernels.runner import one_backend
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
-from attnlab.lab.lab import Lab
+from attnlab.lab.lab import Lab, default_lab
 from attnlab.lab.problem import Problem
-from attnlab.lab.run import default_lab
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
-from attnlab.tensors.comparison import same_numbers
+from attnlab.tensors.formats import same_numbers
 
 # Diagnose a cache write: which slots are wrong, and what they hold instead.
 #

@@ -28,10 +28,9 @@ from attnlab.kernels.triton.probe import (
     stores_of,
     tensors_in,
 )
-from attnlab.lab.error_map import as_slice
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
-from attnlab.lab.result import LSE, Result
+from attnlab.lab.result import LSE, Result, as_slice
 from attnlab.weights.plan import Description
 
 

@@ -55,7 +55,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import same_numbers
+from attnlab.tensors.formats import same_numbers
 from attnlab.tensors.quantised import output_numbers
 
 # Compare what the kernels of a Case read and write with what they must, here and in further cases.

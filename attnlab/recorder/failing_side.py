@@ -26,7 +26,7 @@ from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import distance
+from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers
 
 # Comparisons: what a test passed to a comparison of torch or numpy.

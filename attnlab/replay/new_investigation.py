@@ -12,7 +12,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.case.platforms import machine_platform
-from attnlab.diagnosis.captured import diagnose, violations
+from attnlab.diagnosis.captured import diagnose_any, violations_of
 from attnlab.kernels.runner import runners
 from attnlab.lab.lab import Lab
 from attnlab.recorder.dumps import read_call
@@ -136,7 +136,7 @@ def experiments(start: Start, call: KernelCall, lab: Lab) -> _Found:
     small = shrink_call(call, **where)
     if not small.is_failing:
         raise AttnLabError(f"an investigation needs a call that fails: {small.sentences()[0]}")
-    found = diagnose(call, locate=False, **where)
+    found = diagnose_any(call, locate=False, **where)
     of = "call" if _is_small(call) else "small.call"
     subject = call if _is_small(call) else small.call
     seen = xray(subject, backend=start.where["backend"], lab=lab)
@@ -145,7 +145,7 @@ def experiments(start: Start, call: KernelCall, lab: Lab) -> _Found:
         sentences=tuple(found.sentences()),
         status=found.status,
         sizes=[small.after[name] for name in _SIZES],
-        violations=[one.kind for one in violations(call) if one.effect != "harmless"],
+        violations=[one.kind for one in violations_of(call) if one.effect != "harmless"],
         xray=seen.status,
         xray_of=of,
         weights=seen.sentences[0],

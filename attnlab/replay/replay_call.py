@@ -31,7 +31,7 @@ from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.problem import Problem, RowSlice
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import distance
+from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import Formats
 
 # Expected: the correct output of a call and its rounding bound, and how an output differs from it.

@@ -18,9 +18,8 @@ from attnlab.contracts.dispatch import decide
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import controlled, is_controlled
-from attnlab.lab.lab import Lab
+from attnlab.lab.lab import Lab, default_lab
 from attnlab.lab.products import check_memory
-from attnlab.lab.run import default_lab
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import SlotOwners, num_slots

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnlab.weights.codes import SlotOwners
-from attnlab.weights.plan import Constant, Plan, Rule, constants_near, numbers, right_plan
+from attnlab.weights.plan import Constant, Plan, Rule, constants_near, numbers, right_plan, usable
 from attnlab.weights.rules import Gain, HeadGain, HeadScore, ScoreFactor
 from attnlab.weights.setup import AttentionSetup
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnlab.case.shown import json_fields
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 from attnlab.tensors.visibility import SequenceMask
 from attnlab.weights.setup import AttentionSetup, one_number
 

@@ -30,7 +30,7 @@ from attnlab.lab.problem import (
     scores_of,
 )
 from attnlab.lab.reference import reference
-from attnlab.mutation.report import is_equivalent
+from attnlab.mutation.power import is_equivalent
 from attnlab.tensors.call import KernelCall
 
 VARIANTS = {

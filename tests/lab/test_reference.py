@@ -16,7 +16,7 @@ from attnlab.lab.reference import (
     stored_tokens,
     visible_flops,
 )
-from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
+from attnlab.tensors.cache import alibi_slopes, make_batch, sink_logits
 from attnlab.tensors.visibility import Visibility
 
 DOUBLE = 1e-12  # float64: 1.1e-16 per operation, a few thousand operations on numbers below 10

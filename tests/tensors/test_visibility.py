@@ -12,10 +12,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.case.masks import MASKS
 from attnlab.lab.reference import exact_attention, visible_flops
-from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import make_batch
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import hollow_call, presented
-from attnlab.tensors.case_visibility import mask_of, visibility_of
+from attnlab.tensors.case_call import hollow_call, mask_of, presented, visibility_of
 from attnlab.tensors.visibility import Visibility
 
 

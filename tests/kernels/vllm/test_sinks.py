@@ -32,9 +32,9 @@ from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.lab.reference import reference
+from attnlab.mutation.power import is_equivalent
 from attnlab.mutation.power import measure_power as power
-from attnlab.mutation.report import is_equivalent
-from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
+from attnlab.tensors.cache import SINK_RANGE, make_batch, sink_logits
 from attnlab.tensors.call import KernelCall
 
 pytestmark = needs_triton
