@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.case.shown import Document
 from attnlab.defects.edit import Defect
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
 from attnlab.lab.reference import attend
@@ -492,7 +493,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Document):
     """One defect and how it compares with the output.
 
     - ``verdict``: "explains"; "excluded by inputs" (the tensors at hand, or the run, contradict it);
@@ -511,6 +512,8 @@ class Candidate:
     - ``cases``: further cases that show it, None if none was run.
     - ``only_decodes``: reruns show it in batches of decodes alone, of an op that computes prefills, too.
     """
+
+    _without = ("defect",)
 
     name: str
     text: str

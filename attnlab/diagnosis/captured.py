@@ -114,7 +114,7 @@ def _place(
         f"{len(slots)} of {len(wrong)} slots are wrong; the worst is {_slot(call, worst)}, {owner}, off by "
         f"{float(difference[worst].max()):.4g} as stored"
     )
-    return Fact(kind="slots", where="", what=text, values={"slots": slots.tolist()})
+    return Fact("slots", text, values={"slots": slots.tolist()})
 
 
 def _slot(call: KernelCall, slot: int) -> str:
@@ -133,14 +133,7 @@ def _rules(found: _Found, wrong: torch.Tensor) -> Iterator[Fact]:
         for kind, what, cells in rule(found, left):
             slots = torch.nonzero(cells.any(1)).flatten().tolist()
             if slots:
-                values = {"slots": slots}
-                yield Fact(
-                    kind=kind,
-                    where="",
-                    what=what(slots),
-                    values=values,
-                    accounts_for=int(cells.sum()),
-                )
+                yield Fact(kind, what(slots), "", {"slots": slots}, int(cells.sum()))
                 left = left & ~cells
 
 

@@ -11,7 +11,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.case.shown import Document
+from attnlab.case.shown import Document, json_value
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.output_rules import highest_of_parts, is_address, wrong_addresses
@@ -79,6 +79,10 @@ class ConfirmedRule(Claim):
         scope = self.candidate.scope
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
         return f"{where}{self.law}{' (in batches of decodes)' if self.only_decodes else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as JSON-able values; ``others`` are the rules that no case separates from it."""
+        return {**self.candidate.to_dict(), "others": json_value(self.others)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -250,7 +250,7 @@ def _rounded_to_shorter_format(cells: Cells, dtype: torch.dtype) -> list[Fact]:
             what = (
                 f"the wrong numbers are all {name} numbers, although the output is {str(dtype)[6:]}"
             )
-            return [Fact(kind="format", where="", what=what, values={"format": name})]
+            return [Fact("format", what, values={"format": name})]
     return []
 
 
@@ -258,17 +258,12 @@ def _cell_fact(
     kind: str, cells: Cells, mask: torch.Tensor, what: str, accounts: bool = True, **values: float
 ) -> tuple[Fact, torch.Tensor]:
     """Return a fact about the cells in ``mask``, and the mask."""
-    fact = Fact(
-        kind=kind,
-        where=region_text(cells, mask),
-        what=what,
-        values={
-            **values,
-            "rows": cells.row[mask].unique().tolist()[:1000],
-            "heads": cells.head[mask].unique().tolist(),
-        },
-        accounts_for=int(mask.sum()) if accounts else 0,
-    )
+    rows = {
+        "rows": cells.row[mask].unique().tolist()[:1000],
+        "heads": cells.head[mask].unique().tolist(),
+    }
+    accounts_for = int(mask.sum()) if accounts else 0
+    fact = Fact(kind, what, region_text(cells, mask), {**values, **rows}, accounts_for)
     return fact, mask
 
 
@@ -292,7 +287,7 @@ def size_fact(cells: Cells, has_rule: bool) -> Fact | None:
         what += f"; they are small, in {seqs[0]} of {seqs[1]} sequences"
     values = {"largest": largest, "ratio": ratio, "relative": relative}
     kind = "precision" if is_precision else "size"
-    return Fact(kind=kind, where="", what=what, values=values)
+    return Fact(kind, what, values=values)
 
 
 def _is_precision(cells: Cells, relative: float) -> bool:
@@ -338,14 +333,11 @@ def scale_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) ->
     return _scale_fact(what, many, {"scale": scale, "ratio": ratio, "names": names})
 
 
+_EVERYWHERE = "every wrong row and head"
+
+
 def _scale_fact(what: str, many: Sequence[Part], values: dict[str, Any]) -> Fact:
-    return Fact(
-        kind="softmax_scale",
-        where="every wrong row and head",
-        what=what,
-        values=values,
-        accounts_for=num_cells(many),
-    )
+    return Fact("softmax_scale", what, _EVERYWHERE, values, num_cells(many))
 
 
 def fitted_scale(parts: Sequence[Part], correct: float) -> float:
@@ -416,16 +408,43 @@ def _names(problem: Problem, scale: float) -> list[str]:
 
 _MOST_BLOCKS = 64  # blocks of a sequence that are tried one by one
 _MOST_POSITIONS = 256  # positions that are tried one by one
-Members = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceKeys:
+    """The keys of a sequence as rules see them: their positions ``keys``, [keys]; the ``position`` of each
+    row, [rows, 1]; how many keys are ``cached`` and how many are context; block size and window of the call.
+    """
+
+    keys: torch.Tensor
+    position: torch.Tensor
+    cached: int
+    ctx_len: int
+    size: int
+    window: int
+
+    @classmethod
+    def of(cls, problem: Problem, part: Part) -> "SequenceKeys":
+        """Return the keys of a part of an output."""
+        return cls(
+            keys=torch.arange(problem.seq_len(part.seq)),
+            position=part.inputs.position[:, None],
+            cached=problem.cached_len(part.seq),
+            ctx_len=problem.ctx_len(part.seq),
+            size=problem.call.block_size,
+            window=problem.call.sliding_window,
+        )
+
+
+Members = Callable[[SequenceKeys], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRule:
     """Some keys of each row.
 
     - ``text``: the rule in words, as the subject of a sentence in the plural.
-    - ``members``: returns the keys of a sequence, [1 or rows, keys] bool, for its index and the positions
-      of its rows, [rows, 1] int64.
+    - ``members``: returns the keys, [keys] or [rows, keys] bool.
     - ``hidden``: the rule is about keys that the rows must not see.
     """
 
@@ -434,160 +453,80 @@ class KeyRule:
     hidden: bool = False
 
 
+_ENDS: dict[str, Members] = {
+    "the newest keys of the sequences": lambda at: at.keys == len(at.keys) - 1,
+    "the keys of the rows' own tokens": lambda at: at.keys == at.position,
+    "the first keys of the sequences": lambda at: at.keys == 0,
+    "the keys of the context": lambda at: at.keys < at.ctx_len,
+    "the keys of the new tokens": lambda at: at.keys >= at.ctx_len,
+    "the last keys of the context": lambda at: at.keys == at.ctx_len - 1,
+    "the cached keys after the last full block of {size}": lambda at: (
+        (at.keys >= at.cached // at.size * at.size) & (at.keys < at.cached)
+    ),
+}
+_OF_WINDOW: dict[str, Members] = {
+    "the oldest keys of the window": lambda at: at.keys == at.position - at.window + 1
+}
+_HIDDEN: dict[str, Members] = {
+    "the keys right after the rows' own tokens": lambda at: at.keys == at.position + 1,
+    "all later keys": lambda at: at.keys > at.position,
+}
+_BEFORE_WINDOW: dict[str, Members] = {
+    "the keys right before the window": lambda at: at.keys == at.position - at.window,
+    "all keys before the window": lambda at: at.keys <= at.position - at.window,
+    "the keys of the context before the window": lambda at: (
+        (at.keys <= at.position - at.window) & (at.keys < at.ctx_len)
+    ),
+    "the new keys before the window": lambda at: (
+        (at.keys <= at.position - at.window) & (at.keys >= at.ctx_len)
+    ),
+}
+
+
 def key_rules(problem: Problem) -> Iterator[KeyRule]:
     """Yield the rules, the simplest first."""
-    yield from _ends(problem)
-    yield from _hidden(problem)
-    size, of_cached = problem.call.block_size, _of_cached(problem)
+    size, has_window = problem.call.block_size, bool(problem.call.sliding_window)
+    for text, members in (_ENDS | (_OF_WINDOW if has_window else {})).items():
+        yield KeyRule(text.format(size=size), members)
+    for text, members in (_HIDDEN | (_BEFORE_WINDOW if has_window else {})).items():
+        yield KeyRule(text, members, hidden=True)
     units = {size: "block", PARTITION_SIZE: "partition"}
     units |= {tile: "tile" for tile in TILES if tile != size}
-    for unit, name in units.items():
-        yield KeyRule(
-            text=f"the keys of the last {name} of {unit}{of_cached}",
-            members=_last_of(problem, unit),
-        )
-    for unit, name in units.items():
-        yield from _single(problem, unit, name)
-    for unit, name in units.items():
-        first = KeyRule(text="", members=_between(problem, 0, unit))
-        last = _last_of(problem, unit)
-        yield KeyRule(text=f"all keys but the first {unit}", members=_not(first.members))
-        yield KeyRule(
-            text=f"all keys but those of the last {name} of {unit}{of_cached}", members=_not(last)
-        )
-    yield from _periodic(problem)
+    last = {unit: f"the last {name} of {unit}{_of_cached(problem)}" for unit, name in units.items()}
+    for unit, text in last.items():
+        yield KeyRule(f"the keys of {text}", _last_of(unit))
     longest = max(map(problem.seq_len, problem.computed_seqs()))
-    for at in range(min(_MOST_POSITIONS, longest)):
-        yield KeyRule(text=f"the keys at position {at}", members=_between(problem, at, at + 1))
-
-
-def _periodic(problem: Problem) -> Iterator[KeyRule]:
-    """Yield rules about every second key, and about one slot of every block."""
-
-    def rule(text: str, size: int, rest: int) -> KeyRule:
-        return KeyRule(
-            text=text, members=lambda seq, position: (_keys(problem, seq) % size == rest)[None]
-        )
-
-    size = problem.call.block_size
-    yield rule("the keys at odd positions", 2, 1)
-    yield rule("the keys at even positions", 2, 0)
+    for unit, name in units.items():  # each block, tile or partition of the longest sequence
+        for i in range(min(_MOST_BLOCKS, -(-longest // unit))):
+            start, stop = i * unit, (i + 1) * unit
+            text = f"the keys at positions {start}–{stop - 1} ({name} {i} of {unit})"
+            yield KeyRule(text, _between(start, stop))
+    for unit, text in last.items():
+        yield KeyRule(f"all keys but the first {unit}", _not(_between(0, unit)))
+        yield KeyRule(f"all keys but those of {text}", _not(_last_of(unit)))
+    yield KeyRule("the keys at odd positions", _each(2, 1))
+    yield KeyRule("the keys at even positions", _each(2, 0))
     for rest in (size - 1, *range(size - 1)) if size > 2 else ():
-        yield rule(f"the keys in slot {rest} of every block of {size}", size, rest)
+        yield KeyRule(f"the keys in slot {rest} of every block of {size}", _each(size, rest))
+    for at in range(min(_MOST_POSITIONS, longest)):
+        yield KeyRule(f"the keys at position {at}", _between(at, at + 1))
 
 
-def _ends(problem: Problem) -> Iterator[KeyRule]:
-    """Yield rules about the ends of a sequence, and about context and new tokens."""
-    size = problem.call.block_size
-
-    def after_last_full(seq: int, position: torch.Tensor) -> torch.Tensor:
-        keys, cached = _keys(problem, seq), problem.cached_len(seq)
-        return ((keys >= cached // size * size) & (keys < cached))[None]
-
-    yield KeyRule(
-        text="the newest keys of the sequences",
-        members=lambda seq, position: (_keys(problem, seq) == problem.seq_len(seq) - 1)[None],
-    )
-    yield KeyRule(
-        text="the keys of the rows' own tokens",
-        members=lambda seq, position: _keys(problem, seq) == position,
-    )
-    yield KeyRule(text="the first keys of the sequences", members=_between(problem, 0, 1))
-    yield KeyRule(
-        text="the keys of the context",
-        members=lambda seq, position: (_keys(problem, seq) < _ctx_len(problem, seq))[None],
-    )
-    yield KeyRule(
-        text="the keys of the new tokens",
-        members=lambda seq, position: (_keys(problem, seq) >= _ctx_len(problem, seq))[None],
-    )
-    yield KeyRule(
-        text="the last keys of the context",
-        members=lambda seq, position: (_keys(problem, seq) == _ctx_len(problem, seq) - 1)[None],
-    )
-    yield KeyRule(
-        text=f"the cached keys after the last full block of {size}", members=after_last_full
-    )
-    window = problem.call.sliding_window
-    if window:
-        yield KeyRule(
-            text="the oldest keys of the window",
-            members=lambda seq, position: _keys(problem, seq) == position - window + 1,
-        )
+def _each(size: int, rest: int) -> Members:
+    return lambda at: at.keys % size == rest
 
 
-def _hidden(problem: Problem) -> Iterator[KeyRule]:
-    """Yield rules about keys after a row's own, and before its window."""
-
-    def rule(text: str, members: Members) -> KeyRule:
-        return KeyRule(text=text, members=members, hidden=True)
-
-    window = problem.call.sliding_window
-    yield rule(
-        "the keys right after the rows' own tokens",
-        lambda seq, position: _keys(problem, seq) == position + 1,
-    )
-    yield rule("all later keys", lambda seq, position: _keys(problem, seq) > position)
-    if window:
-        yield rule(
-            "the keys right before the window",
-            lambda seq, position: _keys(problem, seq) == position - window,
-        )
-        yield rule(
-            "all keys before the window",
-            lambda seq, position: _keys(problem, seq) <= position - window,
-        )
-        yield rule(
-            "the keys of the context before the window",
-            lambda seq, position: (
-                (_keys(problem, seq) <= position - window)
-                & (_keys(problem, seq) < _ctx_len(problem, seq))
-            ),
-        )
-        yield rule(
-            "the new keys before the window",
-            lambda seq, position: (
-                (_keys(problem, seq) <= position - window)
-                & (_keys(problem, seq) >= _ctx_len(problem, seq))
-            ),
-        )
+def _between(start: int, stop: int) -> Members:
+    return lambda at: (at.keys >= start) & (at.keys < stop)
 
 
-def _single(problem: Problem, unit: int, name: str) -> Iterator[KeyRule]:
-    """Yield one rule for each block, tile or partition of the longest sequence."""
-    longest = max(map(problem.seq_len, problem.computed_seqs()))
-    for i in range(min(_MOST_BLOCKS, -(-longest // unit))):
-        yield KeyRule(
-            text=f"the keys at positions {i * unit}–{(i + 1) * unit - 1} ({name} {i} of {unit})",
-            members=_between(problem, i * unit, (i + 1) * unit),
-        )
-
-
-def _keys(problem: Problem, seq: int) -> torch.Tensor:
-    """Return the positions of a sequence's keys."""
-    return torch.arange(problem.seq_len(seq))
-
-
-def _ctx_len(problem: Problem, seq: int) -> int:
-    return problem.seq_len(seq) - problem.query_len(seq)
-
-
-def _between(problem: Problem, start: int, stop: int) -> Members:
-    def members(seq: int, position: torch.Tensor) -> torch.Tensor:
-        keys = _keys(problem, seq)
-        return ((keys >= start) & (keys < stop))[None]
-
-    return members
-
-
-def _last_of(problem: Problem, unit: int) -> Members:
+def _last_of(unit: int) -> Members:
     """Return the members of the last block, tile or partition of the cached keys."""
+    return lambda at: (at.keys >= (at.cached - 1) // unit * unit) & (at.keys < at.cached)
 
-    def members(seq: int, position: torch.Tensor) -> torch.Tensor:
-        keys, cached = _keys(problem, seq), problem.cached_len(seq)
-        return ((keys >= (cached - 1) // unit * unit) & (keys < cached))[None]
 
-    return members
+def _not(members: Members) -> Members:
+    return lambda at: ~members(at)
 
 
 def _of_cached(problem: Problem) -> str:
@@ -595,13 +534,9 @@ def _of_cached(problem: Problem) -> str:
     seqs = problem.computed_seqs()
     if all(problem.cached_len(seq) == problem.seq_len(seq) for seq in seqs):
         return ""
-    if all(problem.cached_len(seq) == _ctx_len(problem, seq) for seq in seqs):
+    if all(problem.cached_len(seq) == problem.ctx_len(seq) for seq in seqs):
         return " of the context"
     return " of the cached keys"
-
-
-def _not(members: Members) -> Members:
-    return lambda seq, position: ~members(seq, position)
 
 
 # Keys that are missing, extra or weighted wrongly, and terms that the sum of the softmax has too much.
@@ -622,10 +557,10 @@ def keys_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) -> 
     weights = [_weights(part) for part in worst]
     all_weights: list[torch.Tensor] = []
     for rule in key_rules(problem):
-        if _changes(worst, weights, rule) is None:
+        if _changes(problem, worst, weights, rule) is None:
             continue
         all_weights = all_weights or [_weights(part) for part in many]
-        changes = _changes(many, all_weights, rule)
+        changes = _changes(problem, many, all_weights, rule)
         if changes is not None:
             return _fact(rule, changes, num_cells(many))
     return None
@@ -649,16 +584,14 @@ def _log_sum(part: Part, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _changes(
-    parts: Sequence[Part], weights: Sequence[torch.Tensor], rule: KeyRule
+    problem: Problem, parts: Sequence[Part], weights: Sequence[torch.Tensor], rule: KeyRule
 ) -> torch.Tensor | None:
     """Return by how much the multiplier of the keys changes in each clearly wrong cell, [n], or None if
     there is none or the rule does not fit a wrong cell."""
     found = []
     for part, weight in zip(parts, weights, strict=True):
         seen = part.inputs.visible
-        chosen = rule.members(part.seq, part.inputs.position[:, None]) & (
-            ~seen if rule.hidden else seen
-        )
+        chosen = rule.members(SequenceKeys.of(problem, part)) & (~seen if rule.hidden else seen)
         some = weight * chosen
         total = some.sum(-1).transpose(0, 1)[..., None]  # [rows, heads, 1]
         partial = (some @ part.inputs.value.transpose(0, 1)).transpose(0, 1)
@@ -696,13 +629,7 @@ def _fact(rule: KeyRule, changes: torch.Tensor, count: int) -> Fact:
     middle = float(multipliers.median())
     low, high = (float(multipliers.quantile(at)) for at in (0.02, 0.98))
     values = {"keys": rule.text, "multiplier": middle, "low": low, "high": high}
-    return Fact(
-        kind="keys",
-        where="every wrong row and head",
-        what=_text(rule, multipliers, low, middle, high),
-        values=values,
-        accounts_for=count,
-    )
+    return Fact("keys", _text(rule, multipliers, low, middle, high), _EVERYWHERE, values, count)
 
 
 def _text(rule: KeyRule, multipliers: torch.Tensor, low: float, middle: float, high: float) -> str:
@@ -751,13 +678,7 @@ def sum_fact(many: Sequence[Part]) -> Fact | None:
         count = round(constant)
         keys = "one more key" if count == 1 else f"{count} more keys"
         what += f", as {keys} with score 0 and value 0 would make it"
-    return Fact(
-        kind="sum",
-        where="every wrong row and head",
-        what=what,
-        values={"added": constant},
-        accounts_for=num_cells(many),
-    )
+    return Fact("sum", what, _EVERYWHERE, {"added": constant}, num_cells(many))
 
 
 _SINGULAR = ("nonfinite", "zeros")  # kinds of facts next to which a change of the weights is tried

@@ -12,7 +12,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.shown import Document, Shown, json_number
+from attnlab.case.shown import Document, Shown, json_fields, json_value
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violations
 from attnlab.defects.edit import Defect
@@ -105,15 +105,9 @@ class Distinction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""
-        return {
-            "pair": list(self.pair),
-            "case": None if self.case is None else self.case.changes(),
-            "changes": self.changes,
-            "gap": json_number(self.gap),
-            "tried": self.tried,
-            "sentence": self.sentence(),
-            "run": self.command,
-        }
+        case = None if self.case is None else self.case.changes()
+        found = json_fields(self, "sentence", without=("flags", "case"))
+        return {**found, "case": case, "run": self.command}
 
 
 def find_distinction(
@@ -289,28 +283,6 @@ def candidate_cells(candidate: Candidate) -> list[str]:
     ]
 
 
-def candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    """Return a candidate as JSON-able values."""
-    values = {f.name: getattr(candidate, f.name) for f in dataclasses.fields(candidate)}
-    del values["defect"]
-    if candidate.scope is not None:
-        values["scope"] = dataclasses.asdict(candidate.scope)
-    return {
-        name: json_number(value) if isinstance(value, float) else value
-        for name, value in values.items()
-    }
-
-
-def xray_dict(found: XRay) -> dict[str, Any]:
-    """Return the conclusion of an X-ray; ``attnlab xray --json`` has the weights."""
-    return {
-        "status": found.status,
-        "descriptions": [one.to_dict() for one in found.descriptions],
-        "confirmed": found.confirmed,
-        "sentences": list(found.sentences),
-    }
-
-
 STATUSES = (
     "nothing wrong",
     "explained",
@@ -333,6 +305,8 @@ _SLOTS = {
 }
 
 
+_OF_XRAY = ("status", "descriptions", "confirmed", "sentences")
+_AS_TEXT = ("weights", "accesses", "leak", "claim", "features")  # claims that JSON has as text
 _FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
 
 
@@ -672,59 +646,20 @@ class Diagnosis(Shown):
         return [f"contract violation: {violation.text}" for violation in silent]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON-able values; NaN and infinity are strings."""
+        """Return the diagnosis as JSON-able values; NaN and infinity are strings.
+
+        Of an X-ray it has the conclusion; ``attnlab xray --json`` has the weights.
+        """
+        without = ("tolerance", "location", "xray", "rule", *_AS_TEXT)
+        rule, xray, location = self.rule, self.xray, self.location
+        texts = {name: getattr(self, name) for name in _AS_TEXT}
         return {
-            "status": self.status,
-            "cause": None if self.cause is None else candidate_dict(self.cause),
-            "explanations": [candidate.name for candidate in self.explanations],
-            "candidates": [candidate_dict(candidate) for candidate in self.candidates],
-            "rejection": self.rejection or None,
-            "undecided_by": list(self.undecided_by),
-            "wrong_rows": self.wrong_rows,
-            "wrong_heads": self.wrong_heads,
-            "place": None if self.place is None else dataclasses.asdict(self.place),
-            "largest": json_number(self.largest),
-            "place_in_bounds": (
-                None if self.place_in_bounds is None else dataclasses.asdict(self.place_in_bounds)
-            ),
-            "largest_in_bounds": (
-                None if self.largest_in_bounds is None else json_number(self.largest_in_bounds)
-            ),
-            "pattern": self.pattern.to_dict(),
-            "instability": None if self.instability is None else self.instability.to_dict(),
-            "unwritten": self.unwritten,
-            "unwritten_by": self.unwritten_by,
-            "slot_dependent": self.slot_dependent,
-            "slot_kinds": self.slot_kinds,
-            "wraps": list(self.wraps),
-            "outside": list(self.outside),
-            "bad_lines": list(self.bad_lines),
-            "outside_rows": list(self.outside_rows),
-            "withdrawn": list(self.withdrawn),
-            "xray": None if self.xray is None else xray_dict(self.xray),
-            "rule": None if self.rule is None else _rule_dict(self.rule),
+            **json_fields(self, "sentences", "locations", without=without),
+            **{name: None if claim is None else claim.text for name, claim in texts.items()},
+            "explanations": [one.name for one in self.explanations],
             "side_errors": [one.sentence for one in self.side_errors],
-            "weights": None if self.weights is None else self.weights.text,
-            "repair": None if self.repair is None else self.repair.to_dict(),
-            "observed": list(self.observed),
-            "accesses": None if self.accesses is None else self.accesses.text,
-            "leak": None if self.leak is None else self.leak.text,
-            "claim": None if self.claim is None else self.claim.text,
-            "features": None if self.features is None else self.features.text,
-            "locations": [dataclasses.asdict(line) for line in self.locations],
-            "no_location": None if self.location is None else self.location.why_none or None,
-            "violations": [violation.to_dict() for violation in self.violations],
-            "distinction": None if self.distinction is None else self.distinction.to_dict(),
-            "unknown": self.unknown,
-            "looked_at": list(self.looked_at),
-            "sentences": self.sentences(),
-            "seconds": self.seconds,
+            "rejection": self.rejection or None,
+            "rule": rule and rule.to_dict(),
+            "xray": xray and {name: json_value(getattr(xray, name)) for name in _OF_XRAY},
+            "no_location": None if location is None else location.why_none or None,
         }
-
-
-def _rule_dict(rule: ConfirmedRule) -> dict[str, Any]:
-    """Return a rule as JSON-able values; ``others`` are the rules that no case separates from it."""
-    return {
-        **candidate_dict(rule.candidate),
-        "others": [candidate_dict(one) for one in rule.others],
-    }

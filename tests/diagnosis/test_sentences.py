@@ -23,7 +23,7 @@ from attnlab.weights.plan import Edge
 NAME = "newest_token_dropped"
 CAUSE = candidate(NAME)
 CLAIM = RepairClaim(repair=REPAIR, source="x = a", cases=9)
-PLACES = Pattern(facts=(Fact(kind="rows", where="", what="the only wrong row is 3"),))
+PLACES = Pattern(facts=(Fact("rows", "the only wrong row is 3"),))
 EXPLAINED = Diagnosis(
     status="explained",
     cause=CAUSE,
