@@ -416,7 +416,7 @@ def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool
             output = run_case(lab, backend, fresh).output
         except AttnLabError:
             continue
-        left, is_wrong = compared(lab, fresh, output, claim)
+        left, is_wrong = compared(examine(lab, fresh, output, ()), claim)
         if left is None or left.text != claim.text:
             return False
         decisive += is_wrong

@@ -8,7 +8,7 @@ the wrong rows must not touch the correct ones.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -200,15 +200,7 @@ class Cells:
 
     def select(self, chosen: torch.Tensor) -> "Cells":
         """Return the cells ``chosen`` by a mask or by indices."""
-        return Cells(
-            row=self.row[chosen],
-            head=self.head[chosen],
-            seq=self.seq[chosen],
-            token=self.token[chosen],
-            output=self.output[chosen],
-            correct=self.correct[chosen],
-            bound=self.bound[chosen],
-        )
+        return Cells(**{one.name: getattr(self, one.name)[chosen] for one in fields(self)})
 
 
 def ratio_of(difference: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
@@ -289,7 +281,7 @@ def _part(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> Cells:
 
 
 def _concatenate(parts: Sequence[Cells]) -> Cells:
-    names = ("row", "head", "seq", "token", "output", "correct", "bound")
+    names = [one.name for one in fields(Cells)]
     return Cells(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
@@ -791,14 +783,10 @@ def possible_scopes(problem: Problem, wrong_seqs: set[int]) -> list[Scope]:
     the wrong ones."""
     computed = set(problem.computed_seqs())
     decode = {seq for seq in computed if problem.is_decode(seq)}
-    members = {"all": computed, "sequences": wrong_seqs}
-    if decode and decode != computed:
-        members = {
-            "all": computed,
-            "decode": decode,
-            "prefill": computed - decode,
-            "sequences": wrong_seqs,
-        }
+    kinds = (
+        {"decode": decode, "prefill": computed - decode} if decode not in (set(), computed) else {}
+    )
+    members = {"all": computed, **kinds, "sequences": wrong_seqs}
     return [Scope(rows=rows, sequences=tuple(sorted(seqs))) for rows, seqs in members.items()]
 
 

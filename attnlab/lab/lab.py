@@ -20,9 +20,9 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL
 from attnlab.case.platforms import STAGES
 from attnlab.case.shown import Shown, json_value
-from attnlab.contracts.contract import Target, contract, contracts_of
+from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.slot_states import runs_of, unwritten_rows, written_rows
+from attnlab.contracts.slot_states import runs_of, written_rows
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend, model
 from attnlab.kernels.backend import (
@@ -68,7 +68,7 @@ from attnlab.lab.result import (
 )
 from attnlab.tensors.cache import Batch, PagedCache, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import hollow_call, make_call, make_output, visibility_of
+from attnlab.tensors.case_call import make_call, make_output, visibility_of
 
 
 @dataclass(slots=True)
@@ -464,7 +464,6 @@ def stage_table(
     lab: Lab,
     case: Case,
     platforms: Sequence[str] = PLATFORMS_SHOWN,
-    stages: Sequence[str] = tuple(STAGES),
     on_cell: Callable[[int, int], None] | None = None,
 ) -> StageTable:
     """Run the Case in each stage on each platform; return the cells stage by stage.
@@ -473,7 +472,7 @@ def stage_table(
     share batch, cache and reference as far as their stages allow.
     """
     plan = [
-        case.replace(stage=stage, platform=platform) for stage in stages for platform in platforms
+        case.replace(stage=stage, platform=platform) for stage in STAGES for platform in platforms
     ]
     cells: dict[int, Cell] = {}
     order = sorted(range(len(plan)), key=lambda i: plan[i].staging.fill)  # equal ones share a cache
@@ -482,31 +481,6 @@ def stage_table(
             on_cell(len(cells), len(plan))
         cells[i] = _cell(lab, plan[i])
     return StageTable([cells[i] for i in range(len(plan))], case=case)
-
-
-def predict_stages(case: Case, platform: str) -> list[int | str]:
-    """Predict the outcome of each stage on a platform from the contracts: wrong elements, or "rejected".
-
-    No kernel runs. The elements of unwritten rows are wrong. The effect of a slot that lacks its token
-    depends on the data; with the test's data it stays below the tolerance, so it counts as 0.
-    """
-    predicted: list[int | str] = []
-    for stage in STAGES:
-        staged = case.replace(stage=stage, platform=platform)
-        call, kernels, target = hollow_call(staged), decide(staged).kernels, Target.of(staged)
-        terms = contracts_of(kernels, target, staged.op)
-        rejected = any(
-            violation.effect == "rejected" for violation in find_violations(call, target, kernels)
-        )
-        wrong = int(unwritten_rows(terms, call).sum()) * call.buffer[0].numel()
-        predicted.append("rejected" if rejected else wrong)
-    return predicted
-
-
-def outcomes(cells: Sequence[Cell], platform: str) -> list[int | str]:
-    """Return the outcome of each stage on a platform, in the form of :func:`predict_stages`."""
-    column = [cell for cell in cells if cell.platform == platform]
-    return ["rejected" if cell.mismatched is None else cell.mismatched for cell in column]
 
 
 def _cell(lab: Lab, case: Case) -> Cell:

@@ -331,21 +331,6 @@ def _alibi(slopes: torch.Tensor, rows: int, columns: int, position: int) -> torc
     return slopes[:, :, None, None] * distance.to(slopes.dtype)
 
 
-def visible_flops(case: Case) -> int:
-    """Return the floating-point operations of the two matrix products, counting visible keys only."""
-    pairs, visibility = 0, visibility_of(case)
-    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
-    for seq, (query_len, ctx_len) in enumerate(lens):
-        seq_len = ctx_len + query_len
-        if visibility.is_plain:
-            window = case.sliding_window or seq_len
-            pairs += sum(min(ctx_len + i + 1, window) for i in range(query_len))
-        else:
-            rows = torch.arange(ctx_len, seq_len)
-            pairs += int(visibility.of_seq(seq, ctx_len, seq_len).visible(rows).sum())
-    return pairs * case.num_heads * case.head_size * 2 * 2
-
-
 _LEAST = float(torch.finfo(torch.float32).smallest_normal)
 LIKELY = math.sqrt(2 * math.log(2e18))
 # By what unified_attention and FlashAttention 3 multiply a weight before they round it to FP8.

@@ -402,9 +402,9 @@ class MemoryReport:
         """Return the report as sentences."""
         return [str(entry) for entry in (*self.slots, *self.unwritten)]
 
-    def total(self, state: SlotState, seq: int | None = None) -> int:
-        """Return how many slots of a state were read, for one sequence or for all."""
-        return sum(entry.counts[state] for entry in self._of(seq))
+    def total(self, state: SlotState) -> int:
+        """Return how many slots of a state were read."""
+        return sum(entry.counts[state] for entry in self.slots)
 
     def slot_map(self, provenance: Provenance, seq: int | None = None) -> SlotMap:
         """Return the slots of key or value that were read, for one sequence or for all.

@@ -18,7 +18,7 @@ from attnlab.case.errors import (
     Unsupported,
 )
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Shown, json_fields, json_number
+from attnlab.case.shown import Document, Shown, json_fields, json_number
 from attnlab.diagnosis.claims import Claim, RepairClaim
 from attnlab.diagnosis.lines import lines_of_accesses, located
 from attnlab.diagnosis.repair_check import Proof, Proofs, claim_among, probe_of
@@ -251,7 +251,7 @@ class StateFinding(Shown):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class StateReport(Shown):
+class StateReport(Document, Shown):
     """What hostile cases found in the ops of linear attention of a source.
 
     - ``ops``: the number of cases of each op that ran. ``left_out``: limits that an op states, and what no
@@ -269,10 +269,6 @@ class StateReport(Shown):
     def exit_code(self) -> int:
         """Return 1 for findings, 3 if an op could not run, else 0."""
         return 1 if self.findings else 3 if self.not_run else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as values of strict JSON."""
-        return json_fields(self)
 
 
 def check_states(

@@ -10,7 +10,7 @@ import torch
 
 from attnlab.case.errors import KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Document, Shown, json_fields, json_number
+from attnlab.case.shown import Document, HostileReport, Shown, json_fields, json_number
 from attnlab.mla.faults import MLA_FAULTS, SOUND, Fault, Span, chunks_of, faults_of
 from attnlab.mla.mla_case import DECODE, MLA_BACKENDS, PACKED, PREFILL, SHARDS, MlaCase, variants_of
 from attnlab.mla.partial import (
@@ -384,27 +384,12 @@ class VariantResult(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class MlaReport(Shown):
+class MlaReport(HostileReport):
     """What the hostile cases of MLA found in the ops of a release."""
 
     release: str
     backend: str
     results: tuple[VariantResult, ...]
-
-    @property
-    def findings(self) -> tuple[VariantResult, ...]:
-        """Return the cases with a wrong output."""
-        return tuple(one for one in self.results if one.result and one.result.status != MATCH)
-
-    @property
-    def unavailable(self) -> tuple[VariantResult, ...]:
-        """Return the cases that could not run."""
-        return tuple(one for one in self.results if one.result is None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as values of strict JSON."""
-        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
-        return {**json_fields(self), **counts, "cases": len(self.results)}
 
 
 def run_path(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bench import visible_flops
 from helpers.cases import hostile
 from helpers.examples import examples
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ from attnlab.lab.reference import (
     exact_attention,
     reference,
     stored_tokens,
-    visible_flops,
 )
 from attnlab.tensors.cache import alibi_slopes, make_batch, sink_logits
 from attnlab.tensors.visibility import Visibility

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers.state_models import ModelRunner
 
 from attnlab.case.errors import InvalidCase, KernelFailed
 from attnlab.cli.main import main
@@ -14,7 +15,7 @@ from attnlab.diagnosis.trials import Limit
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import package_of
 from attnlab.linear import state_check
-from attnlab.linear.run import ModelRunner, SourceRunner, compare
+from attnlab.linear.run import SourceRunner, compare
 from attnlab.linear.state_call import make_call
 from attnlab.linear.state_case import STATE_OPS, StateCase, plain_fields, variants_of
 from attnlab.linear.state_check import check_op, check_states, statements, xray_state

@@ -13,6 +13,7 @@ import torch
 from helpers.cases import hostile
 from helpers.html import Page
 from helpers.release_table import TABLE
+from helpers.state_models import ModelRunner
 from rich.console import Console
 
 import attnlab
@@ -31,7 +32,6 @@ from attnlab.horizon.survey import KernelHorizon, Survey
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab, stage_table
 from attnlab.lab.writes import WriteCase, WriteReport, WriteResult
-from attnlab.linear.run import ModelRunner
 from attnlab.linear.state_call import make_call
 from attnlab.linear.state_case import StateCase
 from attnlab.linear.state_check import StateFinding, StateReport, StateXRay
