@@ -9,8 +9,7 @@ from helpers.commands import SMALL, document, error_line, printed
 
 from attnlab import __version__
 from attnlab.case.case import Case
-from attnlab.case.platforms import PLATFORMS
-from attnlab.case.stages import STAGES
+from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.cli.main import COMMANDS, main
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS

@@ -12,20 +12,20 @@ from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
+from attnlab.diagnosis import repair_check
 from attnlab.diagnosis.candidates import Scope
 from attnlab.diagnosis.claims import AccessClaim, LeakClaim, RepairClaim
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location import repair_check
-from attnlab.diagnosis.location.lines import locate_lines
-from attnlab.diagnosis.location.repair_check import (
+from attnlab.diagnosis.lines import locate_lines
+from attnlab.diagnosis.repair_check import (
     find_claim,
     varied_cases,
     with_contents,
     with_repair,
 )
-from attnlab.diagnosis.location.trials import Limit, Repair, kernel_text
 from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.trials import Limit, Repair, kernel_text
 from attnlab.kernels.triton.kernel_text import place_of, text_of
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.source_edits import Edit

@@ -13,10 +13,10 @@ from attnlab.contracts.contract import Target
 from attnlab.weights import conclude, evidence, setup
 from attnlab.weights.codes import own_slots, shared_lanes, slot_owners
 from attnlab.weights.conclude import xray_of
-from attnlab.weights.evidence import compare, explained
-from attnlab.weights.key_rules import OtherSlots
+from attnlab.weights.fit import compare, explained
 from attnlab.weights.measurement import MOST_RUNS, sketch_runs
 from attnlab.weights.plan import right_plan
+from attnlab.weights.rules import OtherSlots
 from attnlab.weights.setup import make_setup
 
 FIELDS = {

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from attnlab.show.plots.artists import COLOURS, STATUS_COLOURS, ErrorScale, hatch_cells, put_legend
 
 if TYPE_CHECKING:
-    from attnlab.lab.run import Cell
+    from attnlab.lab.lab import Cell
     from attnlab.mla.run import MlaResult
     from attnlab.mutation.power import Mutant
 
