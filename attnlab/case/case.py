@@ -555,13 +555,14 @@ class Case(CaseQuantities):
 
     def __post_init__(self) -> None:
         """Check every field by its type, then the rules between fields; raise InvalidCase."""
-        for name in FIELDS:
-            object.__setattr__(self, name, field_type(name).check(name, getattr(self, name)))
+        for name, field in FIELDS.items():
+            if (value := getattr(self, name)) is not field.default:
+                object.__setattr__(self, name, field_type(name).check(name, value))
         check_rules(self)
 
     def replace(self, **changes: Any) -> "Case":
         """Return a Case with ``changes``; raise InvalidCase as the constructor does."""
-        return Case.from_dict({**dataclasses.asdict(self), **changes})
+        return Case.from_dict({**{name: getattr(self, name) for name in FIELDS}, **changes})
 
     def changes(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""

@@ -307,7 +307,9 @@ FIELDS: dict[str, "dataclasses.Field[Any]"] = {
 }
 
 
+_TYPES: dict[str, FieldType] = {name: field.metadata["kind"] for name, field in FIELDS.items()}
+
+
 def field_type(name: str) -> FieldType:
     """Return what the field ``name`` may hold."""
-    kind: FieldType = FIELDS[name].metadata["kind"]
-    return kind
+    return _TYPES[name]
