@@ -164,7 +164,7 @@ def recorded_facts(
         return
     # Stores of NaN by all programs would hide a conflict.
     known = case.replace(empty_slots="garbage")
-    with probing(Probe(records=True)) as probe:
+    with probing(Probe(accesses=True)) as probe:
         output = run(known).output
     for stores in stores_of(probe.launches):
         # the kernels of an op may have several names for the output
