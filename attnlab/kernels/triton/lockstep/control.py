@@ -409,10 +409,10 @@ def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> 
 
 def _as_integers(value: Any, like: Any) -> Any:
     """Return integers of 32 or 64 bits as those of ``like``, or None if these cannot have them."""
-    handles = [getattr(one, "handle", None) for one in (value, like)]
-    if None in handles or value.type == like.type:
+    mine, theirs = getattr(value, "handle", None), getattr(like, "handle", None)
+    if mine is None or theirs is None or value.type == like.type:
         return None
-    data, other = (handle.data for handle in handles)
+    data, other = mine.data, theirs.data
     is_integer = {data.dtype, other.dtype} == {np.dtype(np.int32), np.dtype(np.int64)}
     if not is_integer or value.shape != like.shape:
         return None
@@ -420,7 +420,7 @@ def _as_integers(value: Any, like: Any) -> Any:
     if not (own == data).all():
         return None
     tl = running().interpreter.tl
-    return tl.tensor(running().interpreter.TensorHandle(own, handles[1].dtype), like.type)
+    return tl.tensor(running().interpreter.TensorHandle(own, theirs.dtype), like.type)
 
 
 def _of_part(batch: Batch, mask: Any, part: Part, variables: Mapping[str, Any]) -> Any:
