@@ -10,7 +10,7 @@ from attnlab.cli import command
 from attnlab.cli.command import Command, progress, put
 
 if TYPE_CHECKING:
-    from attnlab.horizon.launch import Deployment
+    from attnlab.horizon.deployment import Deployment
     from attnlab.horizon.survey import Survey
 
 _FLAGS = {
@@ -50,7 +50,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.horizon.launch import SOURCES, read_deployment
+    from attnlab.horizon.deployment import SOURCES, read_deployment
 
     if args.deployment == "list":
         print("\n".join(f"{name:20s}{source}" for name, source in SOURCES.items()))

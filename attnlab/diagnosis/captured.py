@@ -354,7 +354,7 @@ def diagnose_captured(
         found = diagnose_captured(
             own, case, given=given, output=output, runner=runner, limit=limit, on_step=on_step
         )
-        return _with_unknown(found, f"the recorded output: {STOCK_BFLOAT16}; this is attnlab's own")
+        return dataclasses.replace(found, diagnosed=_OF_ATTNLAB)
     if call.rejection and output is None:
         return Diagnosis(
             status="rejected",
@@ -388,6 +388,10 @@ _OF_STOCK = (
     f"{STOCK_BFLOAT16}, which takes the bits of these numbers for integers, so the output says nothing about "
     "the kernel; attnlab computes bfloat16 if it runs the kernel: give --kernel FILE.py:FUNCTION"
 )
+_OF_RUNNER = (
+    "the recorded output is right: what is explained is the output of {} for the same arguments"
+)
+_OF_ATTNLAB = f"what is explained is attnlab's own output: the recorded one is of {STOCK_BFLOAT16}"
 NO_RUNNER = (
     "what runs of the kernel would show: no kernel is given, so there are no reruns, no varied calls, no "
     "X-ray and no source lines"
@@ -427,11 +431,14 @@ def _with_runner(
             control.compare(output, lambda: lab.output(lab.case).cpu(), least=runs)
         if control.found is not None:
             return if_stable(alone, alone, control)
-        which = (
-            f"another wrong output, in {other} rows"
-            if _is_wrong(lab, output)
-            else "the right output"
-        )
+        is_wrong = _is_wrong(lab, output)
+        if (
+            is_wrong and not alone.is_wrong
+        ):  # what was recorded needs no explanation: the kernel does
+            own = dataclasses.replace(call, output=output)
+            found = _with_runner(own, ran, runner, alone, limit, on_step)
+            return dataclasses.replace(found, diagnosed=_OF_RUNNER.format(runner.version))
+        which = f"another wrong output, in {other} rows" if is_wrong else "the right output"
         text = f"whether {runner.version} is at fault: run on this call, it gives {which}"
         return _with_unknown(alone, text)
     found = diagnose(lab.case, lab=lab, limit=limit)

@@ -369,6 +369,7 @@ class Diagnosis(Shown):
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
     - ``unknown``: what could not be concluded, because the call does not hold it.
+    - ``diagnosed``: which output is explained, if not the recorded one.
     - ``looked_at``: (rows on which candidates were confirmed, all rows).
     """
 
@@ -411,6 +412,7 @@ class Diagnosis(Shown):
     rejection: str = ""
     undecided_by: tuple[str, ...] = ()
     unknown: list[str] = field(default_factory=list)
+    diagnosed: str = ""
     seconds: float = 0.0
 
     @property
@@ -438,8 +440,9 @@ class Diagnosis(Shown):
         First the conclusion with its source line, then the evidence for it, then the wrong places; what is
         unknown comes last. Withdrawn names and lines that no rerun confirmed are in :meth:`to_dict` alone.
         """
-        found = [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
-        return [*dict.fromkeys(found)]  # a pattern may be the conclusion, too
+        first, *others = self._known_sentences()
+        found = [first, self.diagnosed, *others, *(f"unknown: {text}" for text in self.unknown)]
+        return [*dict.fromkeys(filter(None, found))]  # a pattern may be the conclusion, too
 
     def _undecided_sentences(self) -> list[str]:
         """Return what holds whatever the unknown arguments mean."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.shown import Shown
+from attnlab.horizon.deployment import Deployment
 from attnlab.horizon.launch import (
-    Deployment,
     Kernel,
     KernelFile,
     Launch,

@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
@@ -13,9 +14,9 @@ from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.violations import Violation, find_violations
-from attnlab.lab.cache_write import slot_lengths
-from attnlab.tensors.case_call import hollow_call
+
+if TYPE_CHECKING:
+    from attnlab.contracts.violations import Violation
 
 # ErrorText: what the text of a failed test contains: counts, an index, dtypes, pytest ids.
 
@@ -249,6 +250,8 @@ def _own_row(index: tuple[int, ...], case: Case) -> ErrorAnswer:
     row, head, column = index
     which = "value" if column >= case.head_size else "key"
     element = column % case.head_size
+    from attnlab.lab.cache_write import slot_lengths
+
     seq, position = slot_lengths(case).locate(row)
     owned = seq < len(case.lengths.seq_lens)
     where = f"position {position} of sequence {seq}" if owned else "a slot of no sequence"
@@ -294,8 +297,11 @@ def _block_row(index: tuple[int, ...], case: Case) -> ErrorAnswer:
     )
 
 
-def _rejections(case: Case, dtypes: tuple[str, str]) -> list[Violation]:
+def _rejections(case: Case, dtypes: tuple[str, str]) -> "list[Violation]":
     """Return the violations of a Case's call that a kernel rejects because of these dtypes."""
+    from attnlab.contracts.violations import find_violations
+    from attnlab.tensors.case_call import hollow_call
+
     found = find_violations(hollow_call(case), Target.of(case), decide(case).kernels)
     got = _TORCH_NAMES.get(dtypes[1], dtypes[1])
     return [v for v in found if v.effect == "rejected" and v.dtype == got]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnlab.horizon.launch import GPUS, Deployment
+from attnlab.horizon.deployment import GPUS, Deployment
 from attnlab.horizon.survey import Row, Survey
 from attnlab.reports.shared_page import Picture, themed_picture
 

@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.horizon.launch import (
-    PRESETS,
-    Deployment,
-    Launch,
-    evaluate,
-    load_kernels,
-    read_deployment,
-    read_launches,
-)
+from attnlab.horizon.deployment import PRESETS, Deployment, read_deployment
+from attnlab.horizon.launch import Launch, evaluate, load_kernels, read_launches
 from attnlab.horizon.machine import running
 from attnlab.horizon.survey import (
     LAUNCHES,

@@ -27,7 +27,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import run_again
-from attnlab.horizon.launch import PRESETS
+from attnlab.horizon.deployment import PRESETS
 from attnlab.horizon.survey import KernelHorizon, Survey
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab, stage_table
