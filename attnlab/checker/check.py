@@ -63,7 +63,7 @@ def check(
       also of ``source``; or ``source``: a vLLM wheel, sdist or
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
-    - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
+    - ``library``: which library ``source`` or the installed package is, a module of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
     - ``platform``: what is modelled; None is sm_90, and for an op that does not run there its first one.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
