@@ -18,25 +18,19 @@ from attnlab import __version__
 from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
-    atlas,
     capture,
     catalogue,
     check,
-    compare,
     demo,
     diagnose,
-    env,
     horizon,
     investigate,
-    linear,
-    matrix,
     merge,
     mla,
-    power,
     releases,
     replay,
     run,
-    xray,
+    sharded,
 )
 from attnlab.cli.command import Command, take_foreign_op
 
@@ -45,7 +39,12 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
     ("nothing yet", (demo.COMMAND,)),
     (
         "a failing test",
-        (run.DECODE_ERROR_COMMAND, run.EXPLAIN_COMMAND, matrix.COMMAND, power.COMMAND),
+        (
+            run.DECODE_ERROR_COMMAND,
+            run.EXPLAIN_COMMAND,
+            sharded.MATRIX_COMMAND,
+            sharded.POWER_COMMAND,
+        ),
     ),
     (
         "a call",
@@ -54,22 +53,22 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
             diagnose.PAGE_COMMAND,
             replay.REPLAY_COMMAND,
             replay.SHRINK_COMMAND,
-            xray.COMMAND,
+            diagnose.XRAY_COMMAND,
         ),
     ),
     (
         "a kernel or a library",
         (
             check.COMMAND,
-            compare.COMMAND,
+            run.COMPARE_COMMAND,
             horizon.COMMAND,
             releases.COMMAND,
-            atlas.COMMAND,
+            releases.ATLAS_COMMAND,
             merge.COMMAND,
         ),
     ),
     ("a server", (capture.COMMAND,)),
-    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, linear.COMMAND, mla.WRITES_COMMAND)),
+    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.LINEAR_COMMAND, mla.WRITES_COMMAND)),
     (
         "this investigation",
         (investigate.INVESTIGATE_COMMAND, investigate.NEW_COMMAND, investigate.CLAIMS_COMMAND),
@@ -77,8 +76,8 @@ GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
     (
         "another question",
         (
-            env.FETCH_COMMAND,
-            env.ENV_COMMAND,
+            catalogue.FETCH_COMMAND,
+            catalogue.ENV_COMMAND,
             catalogue.DEFECTS_COMMAND,
             catalogue.STAGES_COMMAND,
             catalogue.PLATFORMS_COMMAND,

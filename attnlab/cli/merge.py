@@ -13,7 +13,9 @@ from attnlab.cli.sharded import (
     add_ci_files,
     add_known,
     check_ci_files,
+    print_power,
     print_report,
+    print_shard,
     write_ci_files,
 )
 
@@ -89,8 +91,6 @@ def _releases(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcom
 
 def _power(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
     from attnlab.case.case import Case
-    from attnlab.cli.power import print_power
-    from attnlab.cli.sharded import print_shard
     from attnlab.mutation.power import power_report, power_tasks
     from attnlab.tasks.store import ALL
     from attnlab.tasks.task import NOT_RUN, Outcome
