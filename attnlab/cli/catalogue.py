@@ -264,8 +264,6 @@ def _env(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
         return 0
-    from attnlab.cli.catalogue import one_sheet
-
     show(one_sheet("environment", f"attnlab {__version__}", facts))
     return 0
 
