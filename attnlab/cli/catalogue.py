@@ -233,7 +233,7 @@ def _gpu() -> str:
 
 def _compiler() -> str:
     """Return the C++ compiler of backend rocm: the first line of its --version."""
-    from attnlab.kernels.rocm.build import find_compiler
+    from attnlab.kernels.rocm.device import find_compiler
 
     try:
         compiler = find_compiler(os.environ.get("CXX"))

@@ -25,7 +25,7 @@ from attnlab.cli.sharded import (
     write_ci_files,
 )
 from attnlab.library.op import ops_of, package_of, state_ops_of
-from attnlab.tasks.interrupts import Interrupt, interruptible
+from attnlab.tasks.run import Interrupt, interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Progress, Report

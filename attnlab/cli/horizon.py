@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     deployment = read_deployment(args.deployment, changes) if args.deployment or changes else None
     found = _survey(args, deployment)
     if command.is_shared(args):
-        from attnlab.reports.horizon_page import margin_pictures
+        from attnlab.reports.shared_page import margin_pictures
 
         command.share(args, found, pictures=[] if args.html is None else margin_pictures(found))
     put(found, args.json)

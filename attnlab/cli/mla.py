@@ -173,7 +173,7 @@ def _run(args: argparse.Namespace) -> int:
     with progress(f"{case.op}: the case, and others with it") as _:
         found = xray_state(case, source)
     if args.script is not None or args.html is not None:
-        from attnlab.reports.state_script import state_script
+        from attnlab.reports.upstream import state_script
 
         script = state_script(case, find_source(source, package), found.sentences[0])
         if args.script is not None:

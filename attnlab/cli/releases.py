@@ -15,7 +15,7 @@ from attnlab.cli.check import add_conditions, check_run_flags, step_text
 from attnlab.cli.command import Command, add_library, notice, print_json, progress, show
 from attnlab.cli.sharded import add_scaling
 from attnlab.library.op import Package, libraries, ops_of, package_of
-from attnlab.tasks.interrupts import interruptible
+from attnlab.tasks.run import interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable

@@ -17,8 +17,7 @@ from attnlab.kernels.triton.kernel_text import CONTROL, HEADS, Change, row_start
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
 from attnlab.kernels.triton.lockstep.launch import Form, extension_of, most_elements
-from attnlab.kernels.triton.lockstep.memory import Store, Tensors
-from attnlab.kernels.triton.lockstep.notes import Notes
+from attnlab.kernels.triton.lockstep.memory import Notes, Store, Tensors
 from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep, loaded, stored
 from attnlab.kernels.triton.probe import LaunchLog
 from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited

@@ -22,8 +22,7 @@ from attnlab.kernels.triton.coverage import is_measuring, marked_tree
 from attnlab.kernels.triton.kernel_text import place_of, text_of, tree_with_names, with_defaults
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
-from attnlab.kernels.triton.lockstep.memory import Part, Tensors, patch_memory
-from attnlab.kernels.triton.lockstep.notes import Notes, Reads
+from attnlab.kernels.triton.lockstep.memory import Notes, Part, Reads, Tensors, patch_memory
 from attnlab.kernels.triton.lockstep.operations import Operations
 from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep
 from attnlab.kernels.triton.probe import Probe, current_probe
