@@ -10,6 +10,7 @@ import json
 import linecache
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -583,7 +584,8 @@ def margins(rows: list[Row], deployment: Deployment) -> dict[str, list[tuple[int
             if one.wrong_at and needed:
                 points.append((context, one.wrong_at / needed))
         if points:
-            found.setdefault(f"{one.size}: {one.site.text[:44]}", points)
+            text = textwrap.shorten(one.site.text, 90, placeholder=" …")
+            found.setdefault(f"{one.size}: line {one.site.line}: {text}", points)
     return dict(list(found.items())[:_MOST_MARGINS])
 
 
