@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.flags import flag
 from attnlab.cli import command
-from attnlab.cli.command import Command, progress, put
+from attnlab.cli.command import described, progress, put
 from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
@@ -21,44 +20,6 @@ if TYPE_CHECKING:
     from attnlab.serving.report import CaptureReport
 
 _UNCHECKED = 3
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the folder")
-    flag(
-        group,
-        "--out DIR",
-        "write records and saved calls to this new folder; without a command, report what is in it",
-        required=True,
-    )
-    command.add_share_flags(parser)
-    check = parser.add_argument_group("what is checked")
-    flag(
-        check,
-        "--sample SHARE",
-        "the share of all calls whose values are compared with the reference (default: 1/16)",
-        default="1/16",
-    )
-    for name, what in (("rows", "rows"), ("heads", "query heads")):
-        flag(
-            check,
-            f"--{name} N",
-            f"{what} of such a call that are compared, or all (default: 4)",
-            default="4",
-        )
-    flag(check, "--rank N", "check only this rank, or FIRST:END")
-    keep = parser.add_argument_group("calls that are saved (wrong ones always are)")
-    flag(keep, "--layer N", "those of this layer, or FIRST:END")
-    flag(keep, "--step N", "those of this step, or FIRST:END; steps count from 0")
-    flag(
-        keep,
-        "--max-bytes SIZE",
-        "the size of all saved calls together (default: 2GiB)",
-        default="2GiB",
-    )
-    parser.add_argument(
-        "run", nargs=argparse.REMAINDER, metavar="COMMAND", help="after --: the command to run"
-    )
 
 
 def _settings(args: argparse.Namespace) -> CaptureSettings:
@@ -123,19 +84,4 @@ def _exit_code(report: "CaptureReport") -> int:
     return 0 if report.has_checked else _UNCHECKED
 
 
-COMMAND = Command(
-    name="capture",
-    purpose="Run vLLM, check its attention calls in place, and report what is wrong.",
-    examples=(
-        "attnlab capture --out found -- vllm serve MODEL --enforce-eager",
-        "attnlab capture --out found --sample 1 --rows all --heads all -- python generate.py",
-        "attnlab capture --out found --layer 3 --step 40:60 --rank 0 -- vllm serve MODEL",
-        "attnlab capture --out found",
-    ),
-    exit_codes="0 nothing is wrong; 1 something is; 3 nothing was checked; any other code is the command's, "
-    "if nothing is wrong",
-    arguments="[-- COMMAND…]",
-    notes="Signals are passed on to the command; if one of them ends it, that counts as exit code 0.",
-    add_flags=_add_flags,
-    run=_run,
-)
+COMMAND = described("capture", _run)

@@ -11,10 +11,9 @@ from typing import Any
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
-from attnlab.case.flags import flag
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.stages import STAGES
-from attnlab.cli.command import Command, add_library, print_json, progress, show
+from attnlab.cli.command import Command, described, print_json, progress, show
 from attnlab.library.op import package_of
 from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words
 
@@ -268,33 +267,10 @@ def _env(args: argparse.Namespace) -> int:
     return 0
 
 
-ENV_COMMAND = Command(
-    name="env",
-    purpose="Print the versions and the machine, for an issue report.",
-    examples=("attnlab env", "attnlab env --json"),
-    exit_codes="0 always",
-    run=_env,
-)
+ENV_COMMAND = described("env", _env)
 
 
 # The command ``attnlab fetch``.
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("release", metavar="VERSION", help="the release, for example 0.33.0")
-    what = parser.add_mutually_exclusive_group()
-    flag(
-        what,
-        "--sdist",
-        "download the sdist (10 to 50 MB, with csrc/rocm) instead of the wheel (250 to 500 MB)",
-    )
-    flag(
-        what,
-        "--ops",
-        "download only the Python files of the attention ops (1 MB), if the package index supports "
-        "range requests, and print their folder",
-    )
-    add_library(parser)
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -314,15 +290,4 @@ def _fetch(args: argparse.Namespace) -> int:
     return 0
 
 
-FETCH_COMMAND = Command(
-    name="fetch",
-    purpose="Download a release of vLLM, or of another library, with pip, for --source; print its path.",
-    arguments="VERSION",
-    examples=(
-        "attnlab run --backend vllm --source $(attnlab fetch 0.33.0)",
-        "attnlab fetch --library sglang --ops 0.5.23",
-    ),
-    exit_codes="0 downloaded, now or earlier",
-    add_flags=_add_flags,
-    run=_fetch,
-)
+FETCH_COMMAND = described("fetch", _fetch)

@@ -1,18 +1,21 @@
 """Command: the name, the help and the function of one command."""
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
     check_plugin_file,
@@ -23,7 +26,7 @@ from attnlab.case.fields import (
     refuse,
     split_mapping,
 )
-from attnlab.case.flags import add_case_flags, add_source_flag, case_of, flag
+from attnlab.case.flags import add_case_flags, add_field_flags, case_of, flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
@@ -136,6 +139,62 @@ class Command:
         parser.set_defaults(command=self.run)
 
 
+# The table of the command line.
+
+_TABLE = tomllib.loads((files(__package__) / "commands.toml").read_text(encoding="utf-8"))
+
+
+def described(
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    fields: Mapping[str, "dataclasses.Field[Any]"] = FIELDS,
+) -> Command:
+    """Return the command that commands.toml describes; ``fields``: those of "@fields" in its flags."""
+    table = {**_TABLE[name]}
+    groups = table.pop("flags", {})
+    return Command(
+        name=name,
+        run=run,
+        exit_codes=table.pop("exit_codes").format(**_TABLE["codes"]),
+        add_flags=lambda parser: _add_groups(parser, groups, fields),
+        **table,
+    )
+
+
+def _add_groups(
+    parser: argparse.ArgumentParser,
+    groups: Mapping[str, Mapping[str, Any]],
+    fields: Mapping[str, "dataclasses.Field[Any]"],
+) -> None:
+    """Add the flags of a command, group by group."""
+    for title, entries in groups.items():
+        if title == "@case":
+            add_case_flags(parser)
+        elif title == "@fields":
+            add_field_flags(parser, fields)
+        elif title == "@one_of":
+            _add_entries(parser.add_mutually_exclusive_group(), entries)
+        else:
+            is_group = title and not title.startswith("@")
+            _add_entries(parser.add_argument_group(title) if is_group else parser, entries)
+
+
+def _add_entries(group: Any, entries: Mapping[str, Any], text: str = "") -> None:
+    """Add the flags of a table to a group; ``text`` stands for "{}" in their help."""
+    for spec, given in entries.items():
+        name = spec.removeprefix("@")
+        if name in _TABLE["shared"] and name != spec:
+            _add_entries(group, _TABLE["shared"][name], given)
+        elif name == "library":
+            flag(group, "--library", given, choices=libraries(), default="vllm")
+        elif name != spec:
+            adders: dict[str, Callable[..., None]] = {"kernel": _add_kernel, "map": _add_map}
+            adders[name](group, **given)
+        else:
+            options = {"help": given} if isinstance(given, str) else {**given}
+            flag(group, spec, options.pop("help").replace("{}", text), **options)
+
+
 # What commands print: a document or a sheet on standard output, everything else on standard error.
 
 
@@ -233,23 +292,6 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
 # What commands write to be sent: a page and a comment.
 
 
-def add_share_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --html and --markdown."""
-    group = parser.add_argument_group("to send")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-    group.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write a comment of at most 25 lines"
-    )
-    group.add_argument(
-        "--note",
-        action="append",
-        default=[],
-        metavar="NAME=TEXT",
-        help="a line of the page's summary: since, fix, owner or status; or a TOML file of them; repeatable; "
-        "notes stay if the page is written again",
-    )
-
-
 def check_share_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a file that cannot be written, before anything runs."""
     if args.html is not None:
@@ -318,13 +360,6 @@ def _without_files(argv: Sequence[str]) -> str:
 # The Case, the source and the Lab that several commands take from their flags.
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a Case, and those of the source of its kernels."""
-    group: Any = parser.add_argument_group("the vLLM whose kernels run")
-    add_source_flag(group)
-    add_case_flags(parser)
-
-
 def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
     is_call = getattr(args, "call", None) is not None
@@ -363,7 +398,7 @@ class _KernelOrCall(argparse.Action):
         setattr(namespace, "call" if is_call else "kernel", Path(value) if is_call else value)
 
 
-def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = True) -> None:
+def _add_kernel(group: Any, *, has_call: bool = True, is_positional: bool = True) -> None:
     """Add --kernel, and the same without --kernel; ``has_call``: to a command that has --call, too."""
     of_call = (
         "; of a call also origin: the installed op that the call names, whose module is imported"
@@ -384,12 +419,7 @@ def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = 
         )
 
 
-def add_library(group: Any, text: str = "the library (default: %(default)s)") -> None:
-    """Add --library."""
-    flag(group, "--library", text, choices=libraries(), default="vllm")
-
-
-def add_map_flag(
+def _add_map(
     group: Any,
     *,
     has_call: bool = False,

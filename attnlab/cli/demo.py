@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import make_output_folder, write_text
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import described, print_json, progress, show
 from attnlab.cli.replay import smallest_script
 
 if TYPE_CHECKING:
@@ -27,16 +27,6 @@ _CASE: dict[str, Any] = {
     "ctx_lens": (40, 64),
     "distribution": "normal",
 }
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("attnlab-demo"),
-        metavar="FOLDER",
-        help="where the kernel, its call and the page are written (default: %(default)s)",
-    )
 
 
 def plant(folder: Path) -> tuple[Path, int]:
@@ -127,12 +117,4 @@ def _say(args: argparse.Namespace, text: str) -> None:
         print(text, flush=True)
 
 
-COMMAND = Command(
-    name="demo",
-    purpose="Break a small paged-attention kernel, and find the fault, its line and its repair.",
-    examples=("attnlab demo",),
-    exit_codes="0 the planted line was found; 1 it was not",
-    add_flags=_add_flags,
-    run=_run,
-    notes="It needs torch and Triton, no GPU and no vLLM.",
-)
+COMMAND = described("demo", _run)

@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, NotDeterministic, Unsupported
 from attnlab.case.fields import library_of
-from attnlab.case.flags import flag
 from attnlab.case.ops import check_weighs_values
 from attnlab.case.output_file import check_input_path, check_output_file, write_bytes
 from attnlab.cli import command
-from attnlab.cli.command import Command, print_json, progress, put, show
+from attnlab.cli.command import described, print_json, progress, put, show
 from attnlab.cli.replay import smallest_script, traced_call
 from attnlab.lab.products import check_memory
 
@@ -26,39 +25,6 @@ if TYPE_CHECKING:
     from attnlab.reports.close_up import TracedRun
     from attnlab.tensors.call import KernelCall
     from attnlab.weights.xray import XRay
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the output to diagnose (default: run the Case)")
-    group.add_argument(
-        "--call",
-        type=Path,
-        metavar="PATH",
-        help="a call with its output: a saved KernelCall, a folder of FlashInfer's log, files of SGLang's "
-        "dumper, or a dict of tensors (.pt, .npz, safetensors); of the Case only the op, the platform and "
-        "the release are used, if they are given; it holds no kernel, so give the one that ran (--source, "
-        "--kernel or --backend) for reruns, varied calls, an X-ray and source lines",
-    )
-    command.add_kernel_flag(group)
-    _add_other_flags(parser, group)
-
-
-def _add_other_flags(parser: argparse.ArgumentParser, group: Any) -> None:
-    """Add the flags that diagnose and page share; ``group``: those of what is diagnosed."""
-    group.add_argument(
-        "--output-file",
-        type=Path,
-        metavar="FILE",
-        help="a safetensors file with the output of the Case, as the tensor 'output'",
-    )
-    command.add_map_flag(group, has_call=True)
-    group.add_argument(
-        "--no-location",
-        action="store_true",
-        help="do not look for the source lines of a fault, which takes up to half a minute",
-    )
-    command.add_share_flags(parser)
-    command.add_flags(parser)
 
 
 def _given(args: argparse.Namespace) -> list[str]:
@@ -165,18 +131,6 @@ def _script(one: _Diagnosed, case: Case, given: Sequence[str]) -> tuple[str, str
         return "", str(error)
 
 
-def _add_page_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to diagnose")
-    group.add_argument(
-        "call",
-        type=Path,
-        metavar="CALL",
-        help="a call, as diagnose --call reads it, or the .json file of a Case",
-    )
-    command.add_kernel_flag(group, is_positional=False)
-    _add_other_flags(parser, group)
-
-
 def _page(args: argparse.Namespace) -> int:
     """Diagnose a call or a Case, and write the page."""
     args.html = args.html or Path(f"{args.call.stem}.html")
@@ -188,61 +142,11 @@ def _page(args: argparse.Namespace) -> int:
     return code
 
 
-PAGE_COMMAND = Command(
-    name="page",
-    purpose="Diagnose a call or a Case, and write the page to send.",
-    arguments="CALL",
-    examples=(
-        "attnlab page call.safetensors --source vllm-0.33.0.whl --html page.html",
-        "attnlab page call.safetensors --kernel mine.py:my_attention --note since=0.13.0 --note owner=me",
-    ),
-    exit_codes="0 nothing is wrong; 1 something is; 3 not decided",
-    add_flags=_add_page_flags,
-    run=_page,
-    used=("--note",),
-    notes="The page is CALL.html in the current folder, or --html FILE. Notes stay if it is written again.",
-)
-COMMAND = Command(
-    name="diagnose",
-    purpose="Find the defect that explains an output, or report that none of the known ones does.",
-    examples=(
-        "attnlab diagnose --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
-        "attnlab diagnose --call call.safetensors --source vllm-0.33.0.whl",
-        "attnlab diagnose --call call.safetensors --kernel mine.py:my_attention",
-        "attnlab diagnose --call dump.pt --map query=q,key_cache=k,value_cache=v --op unified_attention",
-    ),
-    exit_codes="0 nothing is wrong; 1 something is; 3 not decided",
-    add_flags=_add_flags,
-    run=_run,
-)
+PAGE_COMMAND = described("page", _page)
+COMMAND = described("diagnose", _run)
 
 
 # The command ``attnlab xray``.
-
-
-def _add_xray_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to measure (default: the Case)")
-    flag(
-        group,
-        "--call PATH",
-        "a saved KernelCall, or a call in another format that attnlab diagnose reads; it holds no "
-        "kernel, so give the one to measure: --kernel, --backend or --source; of the Case only the platform, "
-        "the release and the backend are used",
-    )
-    command.add_kernel_flag(group)
-    command.add_map_flag(group, has_call=True)
-    flag(
-        group,
-        "--limit-s S",
-        "seconds for the search for a description (default: 10)",
-        type=float,
-        default=10.0,
-    )
-    flag(group, "--no-confirm", "do not measure another case to confirm a description")
-    flag(group, "--no-location", "do not look for the source lines of wrong weights")
-    flag(group, "--picture FILE", "write the picture of the weights, a PNG")
-    command.add_share_flags(parser)
-    command.add_flags(parser)
 
 
 def _checked_case(args: argparse.Namespace) -> Case:
@@ -347,15 +251,4 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
         return found, with_confirmation(lab, case, locate_lines(lab, case, found))
 
 
-XRAY_COMMAND = Command(
-    name="xray",
-    purpose="Measure a kernel's effective attention weights, and describe how they differ.",
-    examples=(
-        "attnlab xray --query-lens 5,1 --ctx-lens 40,33 --num-heads 4",
-        "attnlab xray mine.py:my_attention --query-lens 5,1 --ctx-lens 40,33 --html xray.html",
-        "attnlab xray --call call.safetensors --source vllm-0.33.0.whl",
-    ),
-    exit_codes="0 the weights are right, up to precision; 1 they are not, or it cannot be decided",
-    add_flags=_add_xray_flags,
-    run=_run_xray,
-)
+XRAY_COMMAND = described("xray", _run_xray)

@@ -2,16 +2,12 @@
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.command import Command, put
-from attnlab.cli.releases import add_page, check_page, print_table
+from attnlab.cli.command import described, put
+from attnlab.cli.releases import check_page, print_table
 from attnlab.cli.sharded import (
-    CHECK_CODES,
-    add_ci_files,
-    add_known,
     check_ci_files,
     print_power,
     print_report,
@@ -30,19 +26,6 @@ _OWNERS = {
     "sarif": ("check",),
     "page": ("releases", "atlas"),
 }
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "dir",
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="the store of a shard; one of each is needed",
-    )
-    add_known(parser)
-    add_ci_files(parser)
-    add_page(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -115,14 +98,4 @@ def _matrix(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes
     return table.exit_code
 
 
-COMMAND = Command(
-    name="merge",
-    purpose="Join the stores of a sharded command into one report.",
-    arguments="DIR…",
-    examples=("attnlab merge shard-1 shard-2 shard-3",),
-    exit_codes=f"{CHECK_CODES}\n  (of check; of power, those of power)",
-    add_flags=_add_flags,
-    run=_run,
-    notes="The stores must come from the same command, sources and versions, and every shard must be given "
-    "once.\n--json prints the same document as the command that made the stores.",
-)
+COMMAND = described("merge", _run)

@@ -5,13 +5,12 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
-from attnlab.case.flags import add_field_flags, flag, given_fields
+from attnlab.case.flags import given_fields
 from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.cli.command import (
-    Command,
-    add_share_flags,
     check_share_flags,
+    described,
     print_json,
     progress,
     put,
@@ -21,18 +20,6 @@ from attnlab.cli.command import (
 from attnlab.library.op import package_of
 from attnlab.linear.state_case import STATE_FIELDS, STATE_OPS, StateCase, plain_fields
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
-
-
-def _add_mla_flags(parser: argparse.ArgumentParser) -> None:
-    flag(
-        parser, "--backend BACKEND", "model (default), or vllm: vLLM's Triton ops", default="model"
-    )
-    flag(parser, "--source PATH", "a wheel, an sdist or a checkout of vLLM")
-    flag(parser, "--device", "where backend vllm runs", choices=("cpu", "cuda"))
-    flag(parser, "--fault NAME", "plant a fault; --faults lists them")
-    flag(parser, "--faults", "list the faults that have a name")
-    flag(parser, "--hostile", "run all hostile cases of --release")
-    add_field_flags(parser, MLA_FIELDS)
 
 
 def _mla(args: argparse.Namespace) -> int:
@@ -87,32 +74,12 @@ def _list_faults(faults: dict[str, dict[str, Any]], as_json: bool) -> int:
     return 0
 
 
-MLA_COMMAND = Command(
-    name="mla",
-    purpose="Run a path of MLA attention step by step, and name the fault that explains a wrong output.",
-    examples=(
-        "attnlab mla --query-lens 5,3 --ctx-lens 70,0",
-        "attnlab mla --path decode --query-lens 3,3 --ctx-lens 40,9 --fault rows_share_length",
-        "attnlab mla --hostile --backend vllm --source vllm-0.33.0.whl",
-    ),
-    exit_codes="0 every output is within its bound; 1 one is not; 3 none is wrong, but a case could not run",
-    add_flags=_add_mla_flags,
-    run=_mla,
-)
+MLA_COMMAND = described("mla", _mla, fields=MLA_FIELDS)
 
 
 # The command ``attnlab writes``.
 
 _BACKENDS = ("vllm", "model")
-
-
-def _add_writes_flags(parser: argparse.ArgumentParser) -> None:
-    flag(parser, "--backend BACKEND", "vllm (default): vLLM's own ops; or model", default="vllm")
-    flag(
-        parser,
-        "--source PATH",
-        "a wheel, an sdist or a checkout of vLLM; CUDA ops need an sdist or a checkout",
-    )
 
 
 def _writes(args: argparse.Namespace) -> int:
@@ -130,29 +97,10 @@ def _writes(args: argparse.Namespace) -> int:
     return 1 if report.findings else 3 if report.unavailable else 0
 
 
-WRITES_COMMAND = Command(
-    name="writes",
-    purpose="Check the bytes that cache writes store in further formats, and that they change no others.",
-    examples=(
-        "attnlab writes --backend model",
-        "attnlab writes --source vllm-0.33.0.tar.gz --json",
-    ),
-    exit_codes="0 every write is right; 1 one is not; 3 none is wrong, but one could not run",
-    add_flags=_add_writes_flags,
-    run=_writes,
-    notes="Formats: a scale per token and head with int8, FP8 or INT4; diffkv; and those of CUDA ops, "
-    "whose csrc/cache_kernels.cu is compiled for an emulated device: mla, fp8_ds_mla, nhd, hnd, x-split.",
-)
+WRITES_COMMAND = described("writes", _writes)
 
 
 # The command ``attnlab linear``.
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    flag(parser, "--source PATH", "the library of the op: a wheel, an sdist or a checkout")
-    flag(parser, "--script FILE", "write a script that repeats the call without attnlab")
-    add_share_flags(parser)
-    add_field_flags(parser, STATE_FIELDS)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -185,16 +133,4 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if found.status == "right" else 1
 
 
-LINEAR_COMMAND = Command(
-    name="linear",
-    purpose="Run an op of linear attention, measure the weights of tokens and states, and say what is wrong.",
-    examples=(
-        "attnlab linear --op fla_chunk_gated_delta_rule --source fla_core-0.6.0.whl --query-lens 70,3",
-        "attnlab linear --op vllm_chunk_kda --source vllm-0.33.0.whl --html page.html --script repro.py",
-        "attnlab linear --op vllm_fused_recurrent_gated_delta_rule --source vllm-0.33.0.whl --query-lens 1,1",
-    ),
-    exit_codes="0 outputs and states are right; 1 they are not",
-    add_flags=_add_flags,
-    run=_run,
-    notes="attnlab check --library fla (or vllm_linear) --source PATH runs the hostile cases of all ops.",
-)
+LINEAR_COMMAND = described("linear", _run, fields=STATE_FIELDS)

@@ -5,15 +5,13 @@ import json
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
-from attnlab.case.flags import flag
 from attnlab.case.output_file import HTML, check_output_file, make_output_folder, write_text
-from attnlab.cli.check import add_conditions, check_run_flags, step_text
-from attnlab.cli.command import Command, add_library, notice, print_json, progress, show
-from attnlab.cli.sharded import add_scaling
+from attnlab.cli.check import check_run_flags, step_text
+from attnlab.cli.command import described, notice, print_json, progress, show
 from attnlab.library.op import Package, libraries, ops_of, package_of
 from attnlab.tasks.run import interruptible
 
@@ -21,63 +19,7 @@ if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
     from attnlab.tasks.task import Engine, Stop
 
-CODES = (
-    "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
-    "signal n"
-)
 _ARCHIVES = (".whl", ".tar.gz", ".zip")
-_DOCUMENT = """\
---json prints one object:
-  releases, device, platform, cases, cases_run, seconds, versions
-  ops: {release: {op: the release whose identical op ran}}; an absent op is left out
-  faults: list of {op, kind, diagnosis, names, description, native, native_runs, first, last,
-    cells: {release: state}, evidence, case, run}; native: yes, no, not confirmed, not runnable
-    or not tried; native_runs: {release: {is_confirmed, why}}
-  states: the meaning of each state
-  not_run, left_out: lists of {op, reason, cases, run}; op has the release before it; left_out: what an op
-    does not support, or what violates its contract"""
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "releases",
-        nargs="?",
-        metavar="FIRST..LAST",
-        help="the releases of the package index from FIRST to LAST, or one release; with --sources the "
-        "default is all of the folder",
-    )
-    flag(
-        parser,
-        "--sources DIR",
-        "take the releases from this folder, which has a wheel, an sdist or a folder for each, and "
-        "download nothing",
-    )
-    flag(
-        parser,
-        "--op OP",
-        "check this op; repeatable (default: all)",
-        action="append",
-    )
-    add_library(parser)
-    add_conditions(parser.add_argument_group("how to check them"))
-    place = parser.add_argument_group("where to run it")
-    add_scaling(place)
-    flag(
-        place,
-        "--native",
-        "with device cpu: run the smallest case of each fault on this machine's GPU, too, and state "
-        "whether it confirms the fault",
-    )
-    add_page(parser.add_argument_group("files to write"))
-
-
-def add_page(group: Any) -> None:
-    """Add --page."""
-    flag(
-        group,
-        "--page FILE.html",
-        "write the table as one HTML page, and the JSON document next to it",
-    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -262,64 +204,10 @@ def _ends(text: str) -> tuple[str, str]:
     return first, last
 
 
-COMMAND = Command(
-    name="releases",
-    purpose="Check many releases of vLLM, or of another library, and show which has which fault.",
-    arguments="[FIRST..LAST]",
-    examples=(
-        "attnlab releases 0.9.0..0.33.0 --out store --page releases.html",
-        "attnlab releases 0.20.0..0.33.0 --op unified_attention --cases 8",
-        "attnlab releases 0.9.0..0.33.0 --shard 2/4 --out shard-2",
-        "attnlab releases --library sglang 0.5.9..0.5.23",
-    ),
-    exit_codes=CODES,
-    add_flags=_add_flags,
-    run=_run,
-    notes=_DOCUMENT,
-)
+COMMAND = described("releases", _run)
 
 
 # The command ``attnlab atlas``.
-
-_ATLAS_DOCUMENT = """\
---json prints the document of attnlab releases. A fault also has
-  family: what the page lists it under
-  runs: list of {op, state, releases, text, command, lines}, without what is empty: what its call did in
-    each op; text: what is wrong, or why there is no verdict"""
-
-
-def _add_atlas_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "releases",
-        nargs="+",
-        metavar="LIBRARY:RELEASES",
-        help="the releases of a library: FIRST..LAST or one of the package index, or the path of a wheel, an "
-        "sdist or a checkout",
-    )
-    how = parser.add_argument_group("how to check them")
-    flag(
-        how,
-        "--faults FILE.json",
-        "also run the calls of these faults: a document of check, releases or atlas; repeatable",
-        action="append",
-        type=Path,
-    )
-    flag(how, "--seconds SECONDS", "start no further call after this time", type=float)
-    flag(
-        how,
-        "--case-seconds SECONDS",
-        "stop a call that takes more processor time (default: 60)",
-        type=float,
-    )
-    add_scaling(parser.add_argument_group("where to run it"))
-    files = parser.add_argument_group("files to write")
-    add_page(files)
-    flag(
-        files,
-        "--report FOLDER",
-        "for each fault of a library's newest release, the text of an issue and a script that needs no "
-        "attnlab",
-    )
 
 
 def _atlas(args: argparse.Namespace) -> int:
@@ -401,16 +289,4 @@ def _sources(text: str) -> tuple[str, dict[str, Path]]:
     return library, {f"{library} {version}": path for version, path in paths.items()}
 
 
-ATLAS_COMMAND = Command(
-    name="atlas",
-    purpose="Run one small call of every known fault in releases of several libraries: who has which?",
-    arguments="LIBRARY:RELEASES…",
-    examples=(
-        "attnlab atlas vllm:0.32.0..0.33.0 --out store --page atlas.html",
-        "attnlab atlas vllm:0.33.0 sglang:0.5.15..0.5.23 aiter:path/to/aiter --report reports",
-    ),
-    exit_codes=CODES,
-    add_flags=_add_atlas_flags,
-    run=_atlas,
-    notes=_ATLAS_DOCUMENT,
-)
+ATLAS_COMMAND = described("atlas", _atlas)

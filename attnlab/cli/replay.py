@@ -4,17 +4,16 @@ import argparse
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Number, package_of_backend, refuse
-from attnlab.case.flags import flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
 from attnlab.cli import command
-from attnlab.cli.command import Command, notice, print_json, progress, put, show
+from attnlab.cli.command import described, notice, print_json, progress, put, show
 from attnlab.cli.releases import ops_of_releases
 from attnlab.library.op import package_of
 
@@ -33,52 +32,6 @@ git bisect run attnlab replay CALL --source . names the commit of a vLLM clone t
 target, the exit code is 125, which skips the commit, if the commit cannot run the call, or states that it
 does not accept it. While git bisects the current folder, bad input and an error in attnlab exit with 129,
 which stops git, because it would take 2 for a bad commit."""
-
-
-def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
-    """Add the flags that say which call, where it ran, and on what it is run, once or several times."""
-    call = parser.add_argument_group("the call")
-    call.add_argument(
-        "call",
-        type=Path,
-        metavar="CALL",
-        help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
-    )
-    command.add_map_flag(call, has_call=True, op="op", backend="backend", call_op="op")
-    flag(call, "--op OP", "the op that describes the call")
-    flag(
-        call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"
-    )
-    flag(
-        call,
-        "--release RELEASE",
-        "the release whose rules the kernels follow (default: that of the source)",
-    )
-    default = "the models" if several else "nothing: the recorded output is cut"
-    run = parser.add_argument_group(f"what runs it (default: {default})")
-    more: dict[str, Any] = {"action": "append", "default": []} if several else {}
-    again = "; repeatable" if several else ""
-    flag(
-        run,
-        "--source PATH",
-        "a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded" + again,
-        type=str,
-        **more,
-    )
-    run.add_argument(
-        "--backend",
-        "--kernel",
-        metavar="NAME",
-        help="a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, or your kernel, "
-        "FILE.py:FUNCTION or MODULE:FUNCTION" + again,
-        **more,
-    )
-    flag(
-        run,
-        "--device",
-        "where the kernels of a vLLM run (default: cuda if torch can use a GPU)",
-        choices=("cpu", "cuda"),
-    )
 
 
 def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str, ...]]:
@@ -109,22 +62,6 @@ def _replay(args: argparse.Namespace) -> int:
             traceback.print_exc()
         notice(str(error))
         return STOP_BISECT
-
-
-def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    add_call_flags(parser)
-    command.add_share_flags(parser)
-    group = parser.add_argument_group("what is asked")
-    flag(
-        group,
-        "--probe",
-        "corruption or another order of sums? Run the call with variations on one source or backend",
-    )
-    group.add_argument(
-        "--releases",
-        metavar="FIRST..LAST",
-        help="which release broke it? Run the call on each of these releases, whose ops are downloaded",
-    )
 
 
 def _targets(args: argparse.Namespace) -> "list[Runner]":
@@ -191,40 +128,10 @@ def _replay_replay(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-REPLAY_COMMAND = Command(
-    name="replay",
-    purpose="Run a saved call on several backends and releases, and compare the verdicts.",
-    arguments="CALL",
-    examples=(
-        "attnlab replay call.safetensors --source 0.11.2 --source 0.33.0",
-        "attnlab replay call.safetensors --source vllm-0.33.0.whl --backend mine.py:my_attention",
-        "attnlab replay call.safetensors --source 0.33.0 --probe",
-        "attnlab replay call.safetensors --releases 0.31.0..0.33.0",
-        "git bisect run attnlab replay call.safetensors --source .",
-    ),
-    exit_codes="0 every replay matches; 1 one mismatches, rejects the call or is not\n"
-    "  deterministic; 3 none does, but one cannot run; 125 the only target cannot run the call;\n"
-    "  129 stop git bisect",
-    add_flags=_add_replay_flags,
-    run=_replay,
-    notes=_DOCUMENT,
-)
+REPLAY_COMMAND = described("replay", _replay)
 
 
 # The command ``attnlab shrink``.
-
-
-def _add_shrink_flags(parser: argparse.ArgumentParser) -> None:
-    add_call_flags(parser, several=False)
-    command.add_share_flags(parser)
-    group = parser.add_argument_group("the result")
-    flag(
-        group,
-        "--out FILE",
-        "the file of the smaller call; its script, if there is one, has the same name with .py "
-        "(default: CALL-small.safetensors in the current folder)",
-    )
-    flag(group, "--seconds S", "run no further call after this time (default: 120)")
 
 
 def _shrink(args: argparse.Namespace) -> int:
@@ -328,18 +235,4 @@ def smallest_script(
     return script_of_shrunk(found, backend, case, given)
 
 
-SHRINK_COMMAND = Command(
-    name="shrink",
-    purpose="Find the smallest call that still fails, and write it.",
-    arguments="CALL",
-    examples=(
-        "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
-        "attnlab shrink call.safetensors --kernel mine.py:my_attention --seconds 30",
-    ),
-    exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written, or equal runs of it\n"
-    "  differ",
-    notes="With --source, --backend vllm, or a function of tensors, a script is written, too, that\n"
-    "reproduces the fault with torch and the kernel. Some calls have none; the command states why.",
-    add_flags=_add_shrink_flags,
-    run=_shrink,
-)
+SHRINK_COMMAND = described("shrink", _shrink)

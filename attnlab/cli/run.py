@@ -13,9 +13,7 @@ from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int, Number, is_plugin, refuse, suggestion
 from attnlab.case.flags import (
-    add_case_flags,
     case_of,
-    flag,
     given_fields,
     notebook_parameters,
     read_text,
@@ -25,7 +23,15 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_output_file
 from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
-from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, put, show
+from attnlab.cli.command import (
+    case_of_flags,
+    described,
+    notice,
+    print_json,
+    progress,
+    put,
+    show,
+)
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 
@@ -110,29 +116,10 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-EXPLAIN_COMMAND = Command(
-    name="explain",
-    purpose="Print which kernels run for a Case, and each condition that decides it.",
-    examples=("attnlab explain --platform gfx1100 --num-queries-per-kv 4",),
-    exit_codes="0 always",
-    add_flags=add_case_flags,
-    run=_explain,
-)
+EXPLAIN_COMMAND = described("explain", _explain)
 
 
 # The command ``attnlab decode-error``.
-
-
-def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file",
-        nargs="?",
-        default="-",
-        metavar="FILE",
-        help="a file with the message of the failed assertion; - is standard input (default)",
-    )
-    command.add_share_flags(parser)
-    add_case_flags(parser)
 
 
 def _decode_error(args: argparse.Namespace) -> int:
@@ -159,20 +146,7 @@ def _decode_error(args: argparse.Namespace) -> int:
     return 0
 
 
-DECODE_ERROR_COMMAND = Command(
-    name="decode-error",
-    purpose="Print which sequence, token and kernel the message of a failed test is about.",
-    arguments="[FILE]",
-    examples=("pytest … | attnlab decode-error --test-id 'test_contexted_kv_attention[…]'",),
-    exit_codes="0 the text is decoded",
-    add_flags=_add_decode_flags,
-    run=_decode_error,
-    notes="The text may be the whole output of pytest. It is read for the lines of "
-    "torch.testing.assert_close in any order, a bare index, a dtype error, a failed torch.allclose, and a "
-    "pytest id of vLLM. That test is the initial case, unless --test-id or --case is given. "
-    "The kernel depends on the platform: it is that of --platform or --case, else of this machine's "
-    "GPU; without a GPU, one is assumed, which the first line says.",
-)
+DECODE_ERROR_COMMAND = described("decode-error", _decode_error)
 
 
 _MOST_PLACES = 200  # in the JSON document
@@ -180,48 +154,6 @@ _MOST_PLACES = 200  # in the JSON document
 
 # A Case without flags has the size of the test, which takes 10 to 50 s; this one takes less than 1 s.
 _NOT_OF_SIZE = {"platform", "release", "stage", "backend"}
-
-
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to run")
-    flag(
-        group,
-        "--full",
-        "run the size of the test; without it, a Case that is given by nothing or by "
-        "--platform, --release, --stage and --backend alone is reduced to 8 heads and lengths up to 128",
-    )
-    flag(
-        group,
-        "--stages",
-        "run every stage of the test, and print a table with a column for each platform",
-    )
-    flag(
-        group,
-        "--platforms A,B",
-        "the platforms of --stages, for example gfx942,sm_90 (default: these; for backend "
-        "vllm-cpu the Case's platform)",
-    )
-    flag(
-        group,
-        "--save-call FILE",
-        "write the call and its output to a safetensors file, for diagnose --call",
-    )
-    flag(
-        group,
-        "--seconds S",
-        "run in a process of its own, and reject a kernel that takes longer or ends the process "
-        "(default: no limit)",
-    )
-    flag(
-        group,
-        "--against FIELD=VALUE",
-        "run the Case a second time with this change, and compare the bits of both outputs, for "
-        "example empty_slots=garbage; repeatable",
-        action="append",
-    )
-    command.add_kernel_flag(group, has_call=False)
-    command.add_map_flag(group)
-    command.add_flags(parser)
 
 
 def _run_case(args: argparse.Namespace) -> int:
@@ -320,50 +252,12 @@ def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) 
     return 0 if all(cell.status == "match" for cell in cells) else 1
 
 
-RUN_COMMAND = Command(
-    name="run",
-    purpose="Run one Case and compare its output with the reference.",
-    examples=(
-        "attnlab run --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
-        "attnlab run --test-id 'test_contexted_kv_attention[…]' --stages",
-        "attnlab run --op unified_attention --empty-slots nan --against empty_slots=garbage",
-        "attnlab run --backend vllm --source vllm-0.33.0.whl --kv-head-range 0:1",
-    ),
-    exit_codes="0 the output matches; 1 it does not, or the kernel rejects the call, or --against gives "
-    "another output",
-    add_flags=_add_run_flags,
-    run=_run_case,
-)
+RUN_COMMAND = described("run", _run_case)
 
 
 # The command ``attnlab compare``.
 
 _COUNT = Int(1, 10_000)
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is compared")
-    group.add_argument(
-        "kernel", metavar="KERNEL", help="your kernel, FILE.py:FUNCTION or MODULE:FUNCTION"
-    )
-    flag(
-        group,
-        "--source PATH",
-        "the other side, a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded",
-        type=str,
-    )
-    flag(
-        group,
-        "--against KERNEL",
-        "the other side: another kernel of yours, or a backend such as vllm",
-    )
-    flag(group, "--random N", "how many random cases (default: %(default)s)", default="20")
-    flag(group, "--seed N", "of the random numbers (default: %(default)s)", default="0")
-    flag(group, "--op OP", "the op of the cases (default: that of your kernel)")
-    flag(group, "--platform PLATFORM", "whose rules apply (default: this machine's GPU, or sm_90)")
-    flag(group, "--device", "where vLLM's kernels run (default: cuda if torch can use it)",
-         choices=("cpu", "cuda"))  # fmt: skip
-    command.add_share_flags(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -407,18 +301,4 @@ def _run(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-COMPARE_COMMAND = Command(
-    name="compare",
-    purpose="Run your kernel and another one on random cases, and say which of them is wrong.",
-    arguments="KERNEL",
-    examples=(
-        "attnlab compare mine.py:my_attention --source vllm-0.33.0.whl --random 20",
-        "attnlab compare mine.py:my_attention --against vllm",
-    ),
-    exit_codes="0 both are right in every case; 1 one is wrong in a case; 3 no case ran on both",
-    add_flags=_add_flags,
-    run=_run,
-    used=("--source", "--random", "--against", "--seed"),
-    notes="Each output is compared with attention in float64; a difference counts if rounding does not "
-    "explain it. A case that one of both does not support is replaced.",
-)
+COMPARE_COMMAND = described("compare", _run)

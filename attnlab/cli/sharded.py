@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.flags import add_case_flags, add_field_flags, add_source_flag, flag, given_fields
+from attnlab.case.flags import given_fields
 from attnlab.case.ops import check_scored
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.case.pytest_id import vllm_test_ids
 from attnlab.cli import command
-from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, put, show
+from attnlab.cli.command import (
+    case_of_flags,
+    described,
+    notice,
+    print_json,
+    progress,
+    put,
+    show,
+)
 from attnlab.tasks.run import TaskRun, check_engine, find_engine, interruptible
 from attnlab.tasks.store import Header, Shard, Store
 from attnlab.tasks.task import InProcess, Job, Outcome, Task
@@ -78,65 +86,6 @@ def print_shard(shard: Shard, outcomes: Mapping[str, Outcome], as_json: bool) ->
 
 # The flags and the output that ``attnlab check`` and ``attnlab merge`` share.
 
-CHECK_CODES = (
-    "0 all cases ran, without findings; 1 findings that are not in --known, or a finding of --known that "
-    "no longer appears;\n  3 no findings, but cases did not run; 128 + n stopped by signal n"
-)
-
-
-def add_scaling(group: Any) -> None:
-    """Add the flags of commands that run many tasks: engine, shard, store and times."""
-    add_engine(group, "default: local, one per core; on GPUs as many as their memory allows")
-    add_shard(group)
-    flag(
-        group,
-        "--times DIR",
-        "divide the shards by the times in this store; all shards need the same (default: times that "
-        "come with attnlab)",
-    )
-
-
-def add_engine(group: Any, default: str) -> None:
-    """Add --engine; ``default`` describes what runs the tasks without it."""
-    flag(
-        group,
-        "--engine ENGINE",
-        "local or local:N, N worker processes on this machine; ray, a Ray cluster: that of RAY_ADDRESS, "
-        f"or a local one that is started; ray://HOST:PORT, another ({default})",
-    )
-
-
-def add_shard(group: Any) -> None:
-    """Add --shard and --out."""
-    flag(
-        group,
-        "--shard I/N",
-        "run only part I of N; attnlab merge joins the stores of all parts",
-        default="1/1",
-    )
-    flag(
-        group,
-        "--out DIR",
-        "keep each verdict in this folder as it arrives; the same command continues there",
-    )
-
-
-def add_known(group: Any) -> None:
-    """Add --known."""
-    flag(
-        group,
-        "--known FILE",
-        "expected findings, which do not count: one OP KIND [DIAGNOSIS] LINK per line, or JSON",
-    )
-
-
-def add_ci_files(group: Any) -> None:
-    """Add --junit and --sarif."""
-    flag(group, "--junit FILE", "JUnit XML: a test suite per op, a test case per kind of fault")
-    flag(
-        group, "--sarif FILE", "SARIF 2.1.0 for code scanning: each finding with its file and line"
-    )
-
 
 def check_ci_files(args: argparse.Namespace) -> None:
     """Raise InvalidCase if a file of --junit or --sarif cannot be written, before anything runs."""
@@ -169,13 +118,6 @@ def print_report(report: "Report", as_json: bool, page: Path | None = None) -> N
 
 
 # The command ``attnlab power``.
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    place = parser.add_argument_group("where to run it")
-    add_engine(place, "default: this process")
-    add_shard(place)
-    add_case_flags(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -215,17 +157,7 @@ def print_power(report: "MutationReport", as_json: bool) -> int:
     return 1 if report.survivors else 0
 
 
-POWER_COMMAND = Command(
-    name="power",
-    purpose="Report which defects a test with the Case's data and tolerance detects.",
-    examples=("attnlab power --test-id 'test_contexted_kv_attention[…]'",),
-    exit_codes="0 it detects every defect that any data can show, in each kernel; "
-    "1 some survive in one; with "
-    "--shard, 0 the shard ran, 3 not all of it",
-    add_flags=_add_flags,
-    run=_run,
-    notes="For each defect that survives, the report has the cheapest change of the test that detects it.",
-)
+POWER_COMMAND = described("power", _run)
 
 
 # The command ``attnlab matrix``.
@@ -285,24 +217,6 @@ def _collected(file: Path) -> list[str]:
     return found
 
 
-def _add_matrix_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "ids",
-        nargs="*",
-        metavar="ID",
-        help="a test id, a file with one per line, - for standard input, or a test file whose ids pytest "
-        "collects (default: the 192 ids of vLLM's test_prefix_prefill.py that a ROCm test runs)",
-    )
-    output = parser.add_argument_group("what to write")
-    flag(output, "--junit FILE", "JUnit XML: a test case per id")
-    command.add_share_flags(parser)
-    where: Any = parser.add_argument_group("where to run it")
-    add_source_flag(where)
-    add_engine(where, "default: local, one worker per core, or this process on a GPU")
-    add_shard(where)
-    add_field_flags(parser, FIELDS)
-
-
 def _run_matrix(args: argparse.Namespace) -> int:
     changes = given_fields(args, FIELDS)
     for name, value in changes.items():
@@ -345,20 +259,4 @@ def _run_matrix(args: argparse.Namespace) -> int:
     return code or table.exit_code
 
 
-MATRIX_COMMAND = Command(
-    name="matrix",
-    purpose="Run all ids of a test, and print a table of their outcomes.",
-    arguments="[ID …]",
-    examples=(
-        "attnlab matrix --platform gfx942 --draw-max-query-len 40 --draw-max-ctx-len 40",
-        "attnlab matrix tests/kernels/attention/test_prefix_prefill.py --backend vllm --device cuda",
-        "attnlab matrix ids.txt --platform gfx942 --html matrix.html --junit matrix.xml",
-    ),
-    exit_codes="0 every id matches; 1 an id mismatches or is rejected; 3 all that ran match, but some "
-    "did not run; with --shard, 0 the shard ran, 3 not all of it; 128 + n stopped by signal n",
-    add_flags=_add_matrix_flags,
-    run=_run_matrix,
-    notes="A flag of a Case changes every id, for example its platform, its stage or its size. Ids that "
-    "share a batch and a cache run one after the other. With --out, the same command continues where it "
-    "stopped.",
-)
+MATRIX_COMMAND = described("matrix", _run_matrix, fields=FIELDS)

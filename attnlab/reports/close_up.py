@@ -226,7 +226,9 @@ class _Document:
         self.group = self.call.query.shape[1] // self.call.value_cache.shape[1]
         self.wrong = errors.mismatches.cpu() > 0
         ran = (errors.error != -math.inf).cpu()
-        by_head = [i for i in wrong_first(self.wrong.any(0).tolist(), _MOST_HEADS) if ran[:, i].any()]
+        by_head = [
+            i for i in wrong_first(self.wrong.any(0).tolist(), _MOST_HEADS) if ran[:, i].any()
+        ]
         each = 2 * self.got.shape[2] * max(1, len(by_head))
         most = max(1, min(_MOST_TOKENS, _MOST_VALUES // each))
         self.heads = by_head
