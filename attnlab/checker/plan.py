@@ -277,6 +277,22 @@ class Plan:
         }
 
 
+def has_run(outcome: Outcome | None) -> bool:
+    """Answer whether a case ran: it has a verdict, or it ended its process."""
+    if outcome is None:
+        return False
+    return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
+
+
+def why_not_run(outcome: Outcome | None, stopped: str) -> str:
+    """Return why a case did not run although the kernel may support it, or ""; ``stopped``: without one."""
+    if outcome is None:
+        return stopped
+    if outcome.verdict is not None:
+        return str(outcome.verdict["not_run"])
+    return "" if outcome.status in (DONE, *FAULTS) else outcome.text
+
+
 def is_case(task: Task) -> bool:
     """Answer whether a task runs a case; the others ask for the int32 horizons of an op."""
     return "horizon" not in task.payload

@@ -17,9 +17,17 @@ from attnlab.checker.finding import (
     merged_findings,
     split_known,
 )
-from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, is_case, shrink_key
+from attnlab.checker.plan import (
+    Group,
+    Outcomes,
+    groups,
+    has_run,
+    is_case,
+    shrink_key,
+    why_not_run,
+)
 from attnlab.tasks.store import Header
-from attnlab.tasks.task import DONE, Task
+from attnlab.tasks.task import Task
 
 # What no case of a check has, by the field that is the usual one in all of them.
 NOT_COVERED = {
@@ -145,13 +153,13 @@ def build_report(
     not_run = _not_run(tasks, outcomes, stopped)
     reads = _reads(tasks, outcomes)
     incomplete = {entry.op for entry in not_run}
-    complete = {_op(task) for task in tasks} - incomplete if header["shard"] == "1/1" else set()
+    complete = {op_of(task) for task in tasks} - incomplete if header["shard"] == "1/1" else set()
     expected, missing = split_known(known, faults, complete)
     return Report(
         source=library["source"],
         version=library["version"],
         cases=sum(map(is_case, tasks)),
-        cases_run=sum(is_case(task) and _ran(outcomes, task) for task in tasks),
+        cases_run=sum(is_case(task) and has_run(outcomes.get(task.key)) for task in tasks),
         ops={op: _ran_of(tasks, outcomes, op) for op in header["options"]["ops"]},
         locations={op: Location(**place) for op, place in library["locations"].items()},
         seconds=seconds,
@@ -173,26 +181,21 @@ def build_report(
     )
 
 
-def _op(task: Task) -> str:
+def op_of(task: Task) -> str:
+    """Return the op of a case."""
     return str(task.payload["case"].get("op") or Case().op)
-
-
-def _ran(outcomes: Outcomes, task: Task) -> bool:
-    """Answer whether a case ran: it has a verdict, or it ended its process."""
-    outcome = outcomes.get(task.key)
-    if outcome is None:
-        return False
-    return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
 
 
 def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
     """Return the number of cases of an op that ran."""
-    return sum(is_case(task) and _ran(outcomes, task) for task in tasks if _op(task) == op)
+    return sum(
+        is_case(task) and has_run(outcomes.get(task.key)) for task in tasks if op_of(task) == op
+    )
 
 
 def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Finding]:
     """Return one finding for each group of an op, at its smallest Case."""
-    of_op = [task for task in tasks if _op(task) == op]
+    of_op = [task for task in tasks if op_of(task) == op]
     return merged_findings(
         [_smallest(group, outcomes) for group in groups(of_op, outcomes).values()]
     )
@@ -250,7 +253,7 @@ def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mappi
     for task in tasks:
         outcome = outcomes.get(task.key)
         if outcome is not None and outcome.verdict is not None:
-            yield outcome.verdict, _op(task)
+            yield outcome.verdict, op_of(task)
 
 
 def _limits(
@@ -261,24 +264,28 @@ def _limits(
     for op in ops:
         texts = [v["unsupported"] for v, of in _verdicts(tasks, outcomes) if of == op]
         found += [f"{op}: {text}" for text in dict.fromkeys(texts) if text]
-        has_tasks = any(_op(task) == op for task in tasks)
+        has_tasks = any(op_of(task) == op for task in tasks)
         found += [f"{op}: {_READS}"] if has_tasks and op not in reads else []
     return found
 
 
 def _not_run(tasks: Sequence[Task], outcomes: Outcomes, stopped: str) -> list[NotRun]:
     """Return the cases that did not run, one entry for each op and reason."""
-    found: dict[tuple[str, str], NotRun] = {}
-    for task in tasks:
-        outcome = outcomes.get(task.key)
-        reason = stopped
-        if outcome is not None:
-            is_fault = outcome.status in FAULTS
-            reason = outcome.text if outcome.status != DONE and not is_fault else ""
-            reason = outcome.verdict["not_run"] if outcome.verdict is not None else reason
-        if reason:
-            run = Case.from_dict(task.payload["case"]).to_cli()
-            key = (_op(task), reason)
-            entry = found.get(key, NotRun(op=key[0], reason=reason, cases=0, run=run))
-            found[key] = dataclasses.replace(entry, cases=entry.cases + 1)
-    return [*found.values()]
+    reasons = ((task, why_not_run(outcomes.get(task.key), stopped)) for task in tasks)
+    return counted((op_of(task), reason, task) for task, reason in reasons if reason)
+
+
+def counted(entries: Iterable[tuple[str, str, Task]]) -> list[NotRun]:
+    """Return one entry for each name and reason of some (name, reason, task)."""
+    found: dict[tuple[str, str], list[Task]] = {}
+    for name, reason, task in entries:
+        found.setdefault((name, reason), []).append(task)
+    return [
+        NotRun(
+            op=name,
+            reason=reason,
+            cases=len(of),
+            run=Case.from_dict(of[0].payload["case"]).to_cli(),
+        )
+        for (name, reason), of in found.items()
+    ]

@@ -101,7 +101,7 @@ def check_run_flags(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
-    from attnlab.checker.check import check_library_flags
+    from attnlab.checker.check import Chosen
     from attnlab.checker.finding import read_known
     from attnlab.kernels.vllm.source import source_path
 
@@ -114,7 +114,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             refuse("op", f"one of {', '.join(names)}", op)
     if args.source is not None and args.kernel is None and not args.installed:
         args.source = source_path(str(args.source), package_of(args.library))
-    check_library_flags(**_library(args), coverage=_is_measured(args))
+    Chosen(**_library(args)).check(coverage=_is_measured(args))
     check_run_flags(args)
     has_library = args.kernel is None and (args.source or args.installed)
     if args.report is not None and (args.csrc or not has_library):
