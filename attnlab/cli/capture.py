@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attnlab.case.errors import InvalidCase
 from attnlab.cli import command
 from attnlab.cli.command import described, progress, put
-from attnlab.serving.settings import (
+from attnlab.serving.plugin import (
     CaptureSettings,
     parse_bytes,
     parse_count,

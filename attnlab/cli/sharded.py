@@ -96,7 +96,7 @@ def check_ci_files(args: argparse.Namespace) -> None:
 
 def write_ci_files(args: argparse.Namespace, report: "Report") -> None:
     """Write the files of --junit and --sarif, and append to the summary of a CI job."""
-    from attnlab.reports.check_files import append_summary, junit, sarif
+    from attnlab.reports.check_pages import append_summary, junit, sarif
 
     if args.junit is not None:
         write_text(args.junit, junit(report))

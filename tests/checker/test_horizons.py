@@ -17,7 +17,7 @@ from attnlab.horizon.survey import survey
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import fetch_ops
-from attnlab.reports.check_files import sarif
+from attnlab.reports.check_pages import sarif
 
 pytestmark = [needs_triton, pytest.mark.releases]
 # Of each file, the lines of 0.33.0 whose offsets a check found until 2026-11-25 with tensors beyond 2^31
