@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.cli import command
-from attnlab.cli.command import described, progress, put
+from attnlab.cli.command import progress, put, runs
 from attnlab.serving.plugin import (
     CaptureSettings,
     parse_bytes,
@@ -37,6 +37,7 @@ def _settings(args: argparse.Namespace) -> CaptureSettings:
     )
 
 
+@runs("capture")
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     command.check_share_flags(args)
@@ -82,6 +83,3 @@ def _exit_code(report: "CaptureReport") -> int:
     if report.exit_code:
         return report.exit_code
     return 0 if report.has_checked else _UNCHECKED
-
-
-COMMAND = described("capture", _run)

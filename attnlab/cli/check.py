@@ -12,7 +12,7 @@ from attnlab.case.errors import AttnLabError, InvalidCase, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
-from attnlab.cli.command import described, notice, notice_rules, progress
+from attnlab.cli.command import COMMANDS, notice, notice_rules, progress, runs
 from attnlab.cli.sharded import (
     check_ci_files,
     print_report,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
 
 
+@runs("check")
 def _run(args: argparse.Namespace) -> int:
     if state_ops_of(args.library):
         return _check_states(args)
@@ -54,7 +55,7 @@ def _check_states(args: argparse.Namespace) -> int:
         "note",
     )
     parser = argparse.ArgumentParser()
-    COMMAND.add_flags(parser)
+    COMMANDS["check"].add_flags(parser)
     for name, value in vars(args).items():
         is_given = name in vars(parser.parse_args([])) and value != parser.get_default(name)
         if name not in allowed and is_given:
@@ -257,6 +258,3 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
         return write_pictures(
             report, backend_of(**_library(args)), args.pictures, shlex.join(words)
         )
-
-
-COMMAND = described("check", _run)

@@ -40,21 +40,10 @@ if TYPE_CHECKING:
     from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
+TABLE = tomllib.loads(
+    (files(__package__) / "commands.toml").read_text(encoding="utf-8")
+)  # of the command line
 BAD_INPUT = "2 bad input"
-# The flags that --help shows, the most used first, if a command has more than MOST_FLAGS.
-USED_FLAGS = (
-    *(
-        "--call",
-        "--kernel",
-        "--source",
-        "--backend",
-        "--op",
-        "--test-id",
-        "--query-lens",
-        "--ctx-lens",
-    ),
-    *("--html", "--num-heads", "--platform", "--stage", "--device", "--seconds", "--head-size"),
-)
 MOST_FLAGS = 10
 _MOST_NOTES = 6  # lines; --help-all shows longer ones, such as what --json prints
 
@@ -125,7 +114,7 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=False,
         )
-        used = ("--json", *self.used, *USED_FLAGS)
+        used = ("--json", *self.used, *TABLE["used"])
         parser.add_argument(
             "-h", "--help", action=_Help, used=used, help="show the flags that people use"
         )
@@ -139,26 +128,29 @@ class Command:
         parser.set_defaults(command=self.run)
 
 
-# The table of the command line.
+COMMANDS: dict[str, Command] = {}  # in the order in which their functions are defined
+Run = Callable[[argparse.Namespace], int]
 
-_TABLE = tomllib.loads((files(__package__) / "commands.toml").read_text(encoding="utf-8"))
 
-
-def described(
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    fields: Mapping[str, "dataclasses.Field[Any]"] = FIELDS,
-) -> Command:
-    """Return the command that commands.toml describes; ``fields``: those of "@fields" in its flags."""
-    table = {**_TABLE[name]}
+def runs(
+    name: str, fields: "Mapping[str, dataclasses.Field[Any]]" = FIELDS
+) -> Callable[[Run], Run]:
+    """Let a function run the command that commands.toml describes; ``fields``: those of "@fields" there."""
+    table = {**TABLE[name]}
     groups = table.pop("flags", {})
-    return Command(
-        name=name,
-        run=run,
-        exit_codes=table.pop("exit_codes").format(**_TABLE["codes"]),
-        add_flags=lambda parser: _add_groups(parser, groups, fields),
-        **table,
-    )
+    codes = table.pop("exit_codes").format(**TABLE["codes"])
+
+    def register(run: Run) -> Run:
+        COMMANDS[name] = Command(
+            name=name,
+            run=run,
+            exit_codes=codes,
+            add_flags=lambda parser: _add_groups(parser, groups, fields),
+            **table,
+        )
+        return run
+
+    return register
 
 
 def _add_groups(
@@ -183,8 +175,8 @@ def _add_entries(group: Any, entries: Mapping[str, Any], text: str = "") -> None
     """Add the flags of a table to a group; ``text`` stands for "{}" in their help."""
     for spec, given in entries.items():
         name = spec.removeprefix("@")
-        if name in _TABLE["shared"] and name != spec:
-            _add_entries(group, _TABLE["shared"][name], given)
+        if name in TABLE["shared"] and name != spec:
+            _add_entries(group, TABLE["shared"][name], given)
         elif name == "library":
             flag(group, "--library", given, choices=libraries(), default="vllm")
         elif name != spec:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import make_output_folder, write_text
-from attnlab.cli.command import described, print_json, progress, show
+from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.cli.replay import smallest_script
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def plant(folder: Path) -> tuple[Path, int]:
     return path, text[: text.index(RIGHT)].count("\n") + 1
 
 
+@runs("demo")
 def _run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     make_output_folder(args.out, "out")
@@ -115,6 +116,3 @@ To save a call of your program: with attnlab.capture() as calls: ..."""
 def _say(args: argparse.Namespace, text: str) -> None:
     if not args.json:
         print(text, flush=True)
-
-
-COMMAND = described("demo", _run)

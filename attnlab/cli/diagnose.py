@@ -14,7 +14,7 @@ from attnlab.case.fields import library_of
 from attnlab.case.ops import check_weighs_values
 from attnlab.case.output_file import check_input_path, check_output_file, write_bytes
 from attnlab.cli import command
-from attnlab.cli.command import described, print_json, progress, put, show
+from attnlab.cli.command import print_json, progress, put, runs, show
 from attnlab.cli.replay import smallest_script, traced_call
 from attnlab.lab.products import check_memory
 
@@ -91,6 +91,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
     )
 
 
+@runs("diagnose")
 def _run(args: argparse.Namespace) -> int:
     op = args.field_op or args.call_op
     command.check_share_flags(args)
@@ -131,6 +132,7 @@ def _script(one: _Diagnosed, case: Case, given: Sequence[str]) -> tuple[str, str
         return "", str(error)
 
 
+@runs("page")
 def _page(args: argparse.Namespace) -> int:
     """Diagnose a call or a Case, and write the page."""
     args.html = args.html or Path(f"{args.call.stem}.html")
@@ -140,10 +142,6 @@ def _page(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"written: {args.html}")
     return code
-
-
-PAGE_COMMAND = described("page", _page)
-COMMAND = described("diagnose", _run)
 
 
 # The command ``attnlab xray``.
@@ -169,6 +167,7 @@ def _checked_case(args: argparse.Namespace) -> Case:
     return case
 
 
+@runs("xray")
 def _run_xray(args: argparse.Namespace) -> int:
     case = _checked_case(args)
     try:
@@ -249,6 +248,3 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
 
         on_step("trial edits of the source")
         return found, with_confirmation(lab, case, locate_lines(lab, case, found))
-
-
-XRAY_COMMAND = described("xray", _run_xray)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.cli import command
-from attnlab.cli.command import described, progress, put
+from attnlab.cli.command import progress, put, runs
 
 if TYPE_CHECKING:
     from attnlab.horizon.deployment import Deployment
@@ -17,6 +17,7 @@ _SIZES = (
 )
 
 
+@runs("horizon")
 def _run(args: argparse.Namespace) -> int:
     from attnlab.horizon.deployment import SOURCES, read_deployment
 
@@ -57,9 +58,6 @@ def _survey(args: argparse.Namespace, deployment: "Deployment | None") -> "Surve
             op=f":{args.kernel}" if args.kernel else args.op,
             deployment=deployment,
             launches=launches,
-            is_assuming=not args.described,
+            is_assuming=not args.runs,
             on_step=lambda done, total: update(done=done, total=total),
         )
-
-
-COMMAND = described("horizon", _run)

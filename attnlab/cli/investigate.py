@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from attnlab.case.errors import InvalidCase, check_installed
 from attnlab.case.fields import Int, Number, is_plugin
 from attnlab.case.flags import notebook_parameters
-from attnlab.cli.command import described, errors, notice, print_json, progress, show
+from attnlab.cli.command import errors, notice, print_json, progress, runs, show
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
@@ -140,6 +140,7 @@ class _Progress:
         self._bars.console.print(line, markup=False)
 
 
+@runs("investigate")
 def _investigate(args: argparse.Namespace) -> int:
     results = run_investigate(args)
     if args.json:
@@ -150,12 +151,10 @@ def _investigate(args: argparse.Namespace) -> int:
     return exit_code(results)
 
 
-INVESTIGATE_COMMAND = described("investigate", _investigate)
-
-
 # The command ``attnlab new-investigation``.
 
 
+@runs("new-investigation")
 def _new(args: argparse.Namespace) -> int:
     folder, start = args.notebooks_folder or _NOTEBOOKS, args.start
     if not folder.is_dir():
@@ -188,12 +187,10 @@ def _new(args: argparse.Namespace) -> int:
     return 0
 
 
-NEW_COMMAND = described("new-investigation", _new)
-
-
 # The command ``attnlab claims``.
 
 
+@runs("claims")
 def _claims(args: argparse.Namespace) -> int:
     from attnlab.reports.investigate import import_study
 
@@ -205,6 +202,3 @@ def _claims(args: argparse.Namespace) -> int:
     else:
         show(findings)
     return 0
-
-
-CLAIMS_COMMAND = described("claims", _claims)

@@ -17,7 +17,7 @@ import shtab
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
-from attnlab.cli import (
+from attnlab.cli import (  # noqa: F401 which register their commands
     capture,
     catalogue,
     check,
@@ -32,59 +32,12 @@ from attnlab.cli import (
     run,
     sharded,
 )
-from attnlab.cli.command import Command, take_foreign_op
+from attnlab.cli.command import COMMANDS as BY_NAME
+from attnlab.cli.command import TABLE, Command, take_foreign_op
 
-# What the user holds, and the commands for it; the first ones are in the text of a bare "attnlab".
-GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
-    ("nothing yet", (demo.COMMAND,)),
-    (
-        "a failing test",
-        (
-            run.DECODE_ERROR_COMMAND,
-            run.EXPLAIN_COMMAND,
-            sharded.MATRIX_COMMAND,
-            sharded.POWER_COMMAND,
-        ),
-    ),
-    (
-        "a call",
-        (
-            diagnose.COMMAND,
-            diagnose.PAGE_COMMAND,
-            replay.REPLAY_COMMAND,
-            replay.SHRINK_COMMAND,
-            diagnose.XRAY_COMMAND,
-        ),
-    ),
-    (
-        "a kernel or a library",
-        (
-            check.COMMAND,
-            run.COMPARE_COMMAND,
-            horizon.COMMAND,
-            releases.COMMAND,
-            releases.ATLAS_COMMAND,
-            merge.COMMAND,
-        ),
-    ),
-    ("a server", (capture.COMMAND,)),
-    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, mla.LINEAR_COMMAND, mla.WRITES_COMMAND)),
-    (
-        "this investigation",
-        (investigate.INVESTIGATE_COMMAND, investigate.NEW_COMMAND, investigate.CLAIMS_COMMAND),
-    ),
-    (
-        "another question",
-        (
-            catalogue.FETCH_COMMAND,
-            catalogue.ENV_COMMAND,
-            catalogue.DEFECTS_COMMAND,
-            catalogue.STAGES_COMMAND,
-            catalogue.PLATFORMS_COMMAND,
-        ),
-    ),
-)
-COMMANDS: tuple[Command, ...] = tuple(command for _, group in GROUPS for command in group)
+# What the user holds, and the commands for it; a bare "attnlab" prints their names.
+GROUPS = {title: tuple(map(BY_NAME.__getitem__, names)) for title, names in TABLE["groups"].items()}
+COMMANDS: tuple[Command, ...] = tuple(command for group in GROUPS.values() for command in group)
 # What is no command: its text, by group.
 _OTHER = {"a failing test": {"pytest --attnlab": "run the test; its section says why it fails"}}
 
@@ -95,7 +48,7 @@ class _Main(Parser):
     def format_help(self) -> str:
         """Return every command with its purpose."""
         parts = [f"usage: attnlab COMMAND [OPTIONS]\n\n{self.description}"]
-        for title, group in GROUPS:
+        for title, group in GROUPS.items():
             shown = [*_OTHER.get(title, {}).items()]
             shown += [(one.name, _purpose(one)) for one in group if one in COMMANDS]
             parts.append("\n".join([f"{title}:", *(f"  {name:<17}{text}" for name, text in shown)]))
@@ -110,7 +63,7 @@ def overview() -> str:
     """Return what a bare ``attnlab`` prints: the names of the commands by what the user holds."""
     rows = [
         f"  {title:<23}{'  '.join([*_OTHER.get(title, ()), *(one.name for one in group)])}"
-        for title, group in GROUPS
+        for title, group in GROUPS.items()
     ]
     return "\n".join([_HEAD, *rows, _MORE])
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.command import described, put
+from attnlab.cli.command import put, runs
 from attnlab.cli.releases import check_page, print_table
 from attnlab.cli.sharded import (
     check_ci_files,
@@ -28,6 +28,7 @@ _OWNERS = {
 }
 
 
+@runs("merge")
 def _run(args: argparse.Namespace) -> int:
     from attnlab.tasks.store import merged_stores
 
@@ -96,6 +97,3 @@ def _matrix(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes
     table = merged_matrix(header, outcomes)
     put(table, args.json)
     return table.exit_code
-
-
-COMMAND = described("merge", _run)

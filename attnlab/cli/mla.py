@@ -10,10 +10,10 @@ from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.cli.command import (
     check_share_flags,
-    described,
     print_json,
     progress,
     put,
+    runs,
     share,
     show,
 )
@@ -22,6 +22,7 @@ from attnlab.linear.state_case import STATE_FIELDS, STATE_OPS, StateCase, plain_
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
 
 
+@runs("mla", fields=MLA_FIELDS)
 def _mla(args: argparse.Namespace) -> int:
     fields = given_fields(args, MLA_FIELDS)
     if args.backend not in MLA_BACKENDS:
@@ -74,14 +75,12 @@ def _list_faults(faults: dict[str, dict[str, Any]], as_json: bool) -> int:
     return 0
 
 
-MLA_COMMAND = described("mla", _mla, fields=MLA_FIELDS)
-
-
 # The command ``attnlab writes``.
 
 _BACKENDS = ("vllm", "model")
 
 
+@runs("writes")
 def _writes(args: argparse.Namespace) -> int:
     if args.backend not in _BACKENDS:
         refuse("backend", f"one of {', '.join(_BACKENDS)}", args.backend)
@@ -97,12 +96,10 @@ def _writes(args: argparse.Namespace) -> int:
     return 1 if report.findings else 3 if report.unavailable else 0
 
 
-WRITES_COMMAND = described("writes", _writes)
-
-
 # The command ``attnlab linear``.
 
 
+@runs("linear", fields=STATE_FIELDS)
 def _run(args: argparse.Namespace) -> int:
     given: dict[str, Any] = given_fields(args, STATE_FIELDS)
     op = given.get("op", STATE_FIELDS["op"].default)
@@ -131,6 +128,3 @@ def _run(args: argparse.Namespace) -> int:
         share(args, found)
     put(found, args.json)
     return 0 if found.status == "right" else 1
-
-
-LINEAR_COMMAND = described("linear", _run, fields=STATE_FIELDS)

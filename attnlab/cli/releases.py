@@ -11,7 +11,7 @@ from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.output_file import HTML, check_output_file, make_output_folder, write_text
 from attnlab.cli.check import check_run_flags, step_text
-from attnlab.cli.command import described, notice, print_json, progress, show
+from attnlab.cli.command import notice, print_json, progress, runs, show
 from attnlab.library.op import Package, libraries, ops_of, package_of
 from attnlab.tasks.run import interruptible
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
 
+@runs("releases")
 def _run(args: argparse.Namespace) -> int:
     check_page(args)
     check_run_flags(args)
@@ -204,12 +205,10 @@ def _ends(text: str) -> tuple[str, str]:
     return first, last
 
 
-COMMAND = described("releases", _run)
-
-
 # The command ``attnlab atlas``.
 
 
+@runs("atlas")
 def _atlas(args: argparse.Namespace) -> int:
     check_page(args)
     from attnlab.checker.check import check_conditions, check_scaling
@@ -287,6 +286,3 @@ def _sources(text: str) -> tuple[str, dict[str, Path]]:
         version = find_source(path, package).version
         paths = {path.name if version == "unknown" else version: path}
     return library, {f"{library} {version}": path for version, path in paths.items()}
-
-
-ATLAS_COMMAND = described("atlas", _atlas)

@@ -13,7 +13,7 @@ from attnlab.case.fields import Number, package_of_backend, refuse
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
 from attnlab.cli import command
-from attnlab.cli.command import described, notice, print_json, progress, put, show
+from attnlab.cli.command import notice, print_json, progress, put, runs, show
 from attnlab.cli.releases import ops_of_releases
 from attnlab.library.op import package_of
 
@@ -49,6 +49,7 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
     return read_call(args.call, command.read_map(args), op=args.op), case, given
 
 
+@runs("replay")
 def _replay(args: argparse.Namespace) -> int:
     """Replay; while git bisects, an error stops git."""
     try:
@@ -128,12 +129,10 @@ def _replay_replay(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-REPLAY_COMMAND = described("replay", _replay)
-
-
 # The command ``attnlab shrink``.
 
 
+@runs("shrink")
 def _shrink(args: argparse.Namespace) -> int:
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
     if not seconds > 0:
@@ -233,6 +232,3 @@ def smallest_script(
     if not found.is_failing:
         return "", found.sentences()[0]
     return script_of_shrunk(found, backend, case, given)
-
-
-SHRINK_COMMAND = described("shrink", _shrink)

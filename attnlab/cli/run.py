@@ -25,11 +25,11 @@ from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
 from attnlab.cli.command import (
     case_of_flags,
-    described,
     notice,
     print_json,
     progress,
     put,
+    runs,
     show,
 )
 from attnlab.kernels.child_process import run_in_child, start_context
@@ -108,6 +108,7 @@ def _work(sender: Any, work: Work, args: argparse.Namespace, case: Case) -> None
 # The command ``attnlab explain``.
 
 
+@runs("explain")
 def _explain(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
 
@@ -116,12 +117,10 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-EXPLAIN_COMMAND = described("explain", _explain)
-
-
 # The command ``attnlab decode-error``.
 
 
+@runs("decode-error")
 def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.error_text import ErrorText  # imports no torch
 
@@ -146,9 +145,6 @@ def _decode_error(args: argparse.Namespace) -> int:
     return 0
 
 
-DECODE_ERROR_COMMAND = described("decode-error", _decode_error)
-
-
 _MOST_PLACES = 200  # in the JSON document
 
 
@@ -156,6 +152,7 @@ _MOST_PLACES = 200  # in the JSON document
 _NOT_OF_SIZE = {"platform", "release", "stage", "backend"}
 
 
+@runs("run")
 def _run_case(args: argparse.Namespace) -> int:
     case = command.case_with_runner(args)
     if args.save_call is not None:
@@ -252,14 +249,12 @@ def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) 
     return 0 if all(cell.status == "match" for cell in cells) else 1
 
 
-RUN_COMMAND = described("run", _run_case)
-
-
 # The command ``attnlab compare``.
 
 _COUNT = Int(1, 10_000)
 
 
+@runs("compare")
 def _run(args: argparse.Namespace) -> int:
     command.check_share_flags(args)
     count = _COUNT.check("random", _COUNT.parse("random", args.random))
@@ -299,6 +294,3 @@ def _run(args: argparse.Namespace) -> int:
     command.share(args, found, pictures=pictures)
     put(found, args.json)
     return found.exit_code
-
-
-COMPARE_COMMAND = described("compare", _run)

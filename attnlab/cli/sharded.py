@@ -19,11 +19,11 @@ from attnlab.case.pytest_id import vllm_test_ids
 from attnlab.cli import command
 from attnlab.cli.command import (
     case_of_flags,
-    described,
     notice,
     print_json,
     progress,
     put,
+    runs,
     show,
 )
 from attnlab.tasks.run import TaskRun, check_engine, find_engine, interruptible
@@ -120,6 +120,7 @@ def print_report(report: "Report", as_json: bool, page: Path | None = None) -> N
 # The command ``attnlab power``.
 
 
+@runs("power")
 def _run(args: argparse.Namespace) -> int:
     case = case_of_flags(args)
     check_scored(case.spec)
@@ -155,9 +156,6 @@ def print_power(report: "MutationReport", as_json: bool) -> int:
     """Print a report and return the exit code."""
     put(report, as_json)
     return 1 if report.survivors else 0
-
-
-POWER_COMMAND = described("power", _run)
 
 
 # The command ``attnlab matrix``.
@@ -217,6 +215,7 @@ def _collected(file: Path) -> list[str]:
     return found
 
 
+@runs("matrix", fields=FIELDS)
 def _run_matrix(args: argparse.Namespace) -> int:
     changes = given_fields(args, FIELDS)
     for name, value in changes.items():
@@ -257,6 +256,3 @@ def _run_matrix(args: argparse.Namespace) -> int:
     command.share(args, table, pictures=pictures)
     put(table, args.json)
     return code or table.exit_code
-
-
-MATRIX_COMMAND = described("matrix", _run_matrix, fields=FIELDS)
