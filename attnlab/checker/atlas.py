@@ -29,7 +29,6 @@ from attnlab.checker.case_run import with_imports
 from attnlab.checker.check import usual_platform
 from attnlab.checker.finding import HORIZON, KINDS, Finding
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import OnProgress, ignore_progress, watching
 from attnlab.checker.plan import (
     Outcomes,
     cost_key,
@@ -57,7 +56,7 @@ from attnlab.checker.releases import (
     op_digest,
     why_no_verdict,
 )
-from attnlab.checker.report import NotRun, counted, op_of
+from attnlab.checker.report import NotRun, OnProgress, counted, ignore_progress, op_of, watching
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.lab.lab import Lab

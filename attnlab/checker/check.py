@@ -20,9 +20,9 @@ from attnlab.case.ops import OPS, RELEASES
 from attnlab.library.op import libraries, package_of
 
 if TYPE_CHECKING:
-    from attnlab.checker.library import OnProgress, Progress, Report
     from attnlab.checker.plan import Plan
     from attnlab.checker.releases import Release, ReleasePlan
+    from attnlab.checker.report import OnProgress, Progress, Report
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.task import Engine
 
@@ -74,7 +74,7 @@ def check(
       it runs again alone; then it is a finding. None for 60, or 180 s in all on a GPU, where kernels are
       compiled.
     - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
-      :class:`attnlab.checker.library.Progress`, after each case.
+      :class:`attnlab.checker.report.Progress`, after each case.
     - ``engine``: "local" or "local:N", N worker processes; "ray" or "ray://HOST:PORT", a Ray cluster; None
       for one process per core; on GPUs, as many as their memory allows.
     - ``shard``: "i/n", this part of the cases; ``attnlab merge`` joins the stores of all parts.
@@ -98,8 +98,8 @@ def check(
     check_scaling(engine=engine, shard=shard, times=times)
 
     from attnlab.checker.finding import read_known
-    from attnlab.checker.library import check_library
     from attnlab.checker.plan import Plan
+    from attnlab.checker.report import check_library
     from attnlab.kernels.backend import cell_steps
     from attnlab.tasks.store import Shard
 

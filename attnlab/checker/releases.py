@@ -17,7 +17,6 @@ from attnlab.case.shown import Shown, json_fields
 from attnlab.checker.case_check import CheckJob
 from attnlab.checker.case_run import versions, with_imports
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.library import OnProgress, ignore_progress, name_outputs, watching
 from attnlab.checker.plan import (
     Costs,
     Group,
@@ -32,7 +31,15 @@ from attnlab.checker.plan import (
     shrink_task,
     why_not_run,
 )
-from attnlab.checker.report import NotRun, counted, op_of
+from attnlab.checker.report import (
+    NotRun,
+    OnProgress,
+    counted,
+    ignore_progress,
+    name_outputs,
+    op_of,
+    watching,
+)
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import Source
@@ -765,7 +772,7 @@ def check_releases(
     """Run the cases of a plan, or a shard of them, and return the table.
 
     ``native``: an engine of a GPU, which then runs the smallest Case of each fault, too. The other arguments
-    are those of :func:`attnlab.checker.library.check_library`.
+    are those of :func:`attnlab.checker.report.check_library`.
     """
     began = time.perf_counter()
     all_tasks = plan.tasks()

@@ -22,7 +22,7 @@ from attnlab.library.op import ops_of, package_of, state_ops_of
 from attnlab.tasks.run import Interrupt, interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.library import Progress, Report
+    from attnlab.checker.report import Progress, Report
     from attnlab.kernels.backend import Backend
 
 
@@ -189,7 +189,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
 
         write_coverage(report, args.coverage_html, shlex.join(["attnlab", *sys.argv[1:]]))
     if args.locate and not stop():
-        from attnlab.checker.library import with_source_lines
+        from attnlab.checker.report import with_source_lines
 
         with progress("locating the faults") as on_step:
             report = with_source_lines(report, backend, on_step)

@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
     from attnlab.checker.finding import read_known
-    from attnlab.checker.library import merged_check
+    from attnlab.checker.report import merged_check
 
     known = [] if args.known is None else read_known(args.known)
     report = merged_check(header, outcomes, known)

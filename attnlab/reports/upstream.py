@@ -8,6 +8,7 @@ import base64
 import inspect
 import math
 import platform
+import re
 import textwrap
 import zlib
 from collections.abc import Sequence
@@ -148,50 +149,19 @@ def merge_facts(case: Case) -> dict[str, Any]:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_KNOWN = (  # fields that the script implements or that do not affect it
-    *(
-        "op",
-        "num_heads",
-        "num_queries_per_kv",
-        "head_size",
-        "block_size",
-        "dtype",
-        "kv_cache_dtype",
-    ),
-    *(
-        "sliding_window",
-        "alibi",
-        "sm_scale",
-        "num_splits",
-        "query_lens",
-        "ctx_lens",
-        "seed",
-        "stage",
-    ),
-    *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
-    *(
-        "query_start_loc_dtype",
-        "release",
-        "backend",
-        "trace_reads",
-        "num_blocks",
-        "max_blocks_per_seq",
-    ),
-    *(
-        "block_table",
-        "x",
-        "k_scale",
-        "v_scale",
-        "freed",
-        "empty_slots",
-        "distribution",
-        "output_init",
-        "atol",
-        "rtol",
-    ),
-    *("reference_dtype", "sinks", "softcap", "first_block"),
-    *("mask", *MASK_DATA, "op_argument"),
-)
+# Fields that the script implements or that do not affect it.
+_KNOWN = {*MASK_DATA} | {
+    *re.findall(
+        r"\w+",
+        """
+op num_heads num_queries_per_kv head_size block_size dtype kv_cache_dtype sliding_window alibi
+sm_scale num_splits query_lens ctx_lens seed stage max_query_len max_seq_len fill block_table_dtype
+seq_lens_dtype platform query_start_loc_dtype release backend trace_reads num_blocks
+max_blocks_per_seq block_table x k_scale v_scale freed empty_slots distribution output_init atol
+rtol reference_dtype sinks softcap first_block mask op_argument
+""",
+    )
+}
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
 _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
 _BUFFER = {"nan": 'float("nan")', "zeros": "0.0", "recycled": "1.5"}
@@ -261,7 +231,7 @@ def has_script(case: Case) -> bool:
         and case.distribution == "normal"
         and case.staging.fill == "all_rows"
     )
-    return known and set(case.changes()) <= set(_KNOWN)
+    return known and set(case.changes()) <= _KNOWN
 
 
 def _facts(finding: Finding, version: str) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, MERGE, OPS, PREFILL, TRITON_OPS, WRAPPER
 from attnlab.checker.finding import BEYOND, HORIZON, Finding
 from attnlab.checker.horizons import deployment_of, ops_with_files
-from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan, is_case
-from attnlab.checker.report import Report
+from attnlab.checker.report import Report, check_library
 from attnlab.horizon.survey import survey
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm.backend import VllmBackend
