@@ -13,7 +13,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, WRAPPER
 from attnlab.checker.finding import BEYOND, HORIZON, Finding
-from attnlab.horizon.deployment import PRESETS, Deployment
+from attnlab.horizon.launch import PRESETS, Deployment
 from attnlab.horizon.survey import Row, Survey, survey
 from attnlab.kernels.backend import Backend
 

@@ -10,8 +10,7 @@ from typing import Any
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
-from attnlab.case.platforms import PLATFORMS
-from attnlab.case.stages import STAGES
+from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.library.op import package_of
 from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words

@@ -47,7 +47,7 @@ def _of_call(
 ) -> _Diagnosed:
     """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
     from attnlab.diagnosis.captured import diagnose_captured
-    from attnlab.diagnosis.location.trials import FULL
+    from attnlab.diagnosis.trials import FULL
     from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import read_call
@@ -243,8 +243,8 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None
-        from attnlab.diagnosis.location.lines import locate_lines
-        from attnlab.diagnosis.location.repair_check import with_confirmation
+        from attnlab.diagnosis.lines import locate_lines
+        from attnlab.diagnosis.repair_check import with_confirmation
 
         on_step("trial edits of the source")
         return found, with_confirmation(lab, case, locate_lines(lab, case, found))

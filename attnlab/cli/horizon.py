@@ -8,7 +8,7 @@ from attnlab.cli import command
 from attnlab.cli.command import progress, put, runs
 
 if TYPE_CHECKING:
-    from attnlab.horizon.deployment import Deployment
+    from attnlab.horizon.launch import Deployment
     from attnlab.horizon.survey import Survey
 
 _SIZES = (
@@ -19,7 +19,7 @@ _SIZES = (
 
 @runs("horizon")
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.horizon.deployment import SOURCES, read_deployment
+    from attnlab.horizon.launch import SOURCES, read_deployment
 
     if args.deployment == "list":
         print("\n".join(f"{name:20s}{source}" for name, source in SOURCES.items()))

@@ -33,7 +33,7 @@ from attnlab.tasks.task import InProcess, Job, Outcome, Task
 if TYPE_CHECKING:
     from attnlab.case.case import Case
     from attnlab.checker.report import Report
-    from attnlab.mutation.report import MutationReport
+    from attnlab.mutation.power import MutationReport
 
 
 def run_sharded(

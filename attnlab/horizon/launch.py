@@ -12,18 +12,442 @@ holds integers that the kernel uses; there, ``i`` is the offset of an element.
 """
 
 import ast
+import builtins
+import dataclasses
 import functools
+import hashlib
+import importlib
 import re
 import tomllib
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from attnlab.case.errors import InvalidCase
-from attnlab.horizon.machine import _BITS, Tensor
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.horizon.machine import _BITS, Libdevice, Tensor
+from attnlab.kernels.cache_folder import private_folder, writing
+from attnlab.kernels.triton.interpreter import interpreted_triton
+from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
+
+# Kernels of a Python file, a folder or a wheel, loaded without an import of their package.
+#
+# Only functions that Triton compiles, plain functions, and the names that they use are executed. A name that
+# cannot be made here raises Unavailable when a kernel uses it, so that the other kernels go on.
+
+_JIT = re.compile(r"\bjit\b")
+_GLUON = re.compile(r"\bgluon\b")
+_HAS_KERNEL = re.compile(rb"^\s*@.*\bjit\b", re.MULTILINE)
+_LIBDEVICE = ("libdevice", "tldevice")  # Triton's name, and that of vllm.triton_utils
+_REAL = ("triton", "torch", "math", "typing", "functools", "enum", "dataclasses", "collections")
+
+
+class Missing:
+    """A name that a file uses and that does not exist here. Any use raises Unavailable."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self._name}.{name}")
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unavailable(f"{self._name} does not exist here")
+
+    __call__ = __bool__ = __index__ = __mul__ = __rmul__ = __add__ = __radd__ = _refuse
+    __eq__ = __lt__ = __gt__ = __sub__ = __rsub__ = __floordiv__ = __getitem__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Loops(ast.NodeTransformer):
+    """Rewrite loops so that a run executes their first and last iterations (see machine.Loop)."""
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        call = node.iter
+        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+        if name not in ("range", "static_range"):
+            return node
+        assert isinstance(call, ast.Call)
+        loop = ast.Name(f"__loop_{node.lineno}_{node.col_offset}", ast.Load())
+        is_static = ast.Constant(name == "static_range")
+        call.func, call.args = ast.Name(LOOP_MAKER, ast.Load()), [is_static, *call.args]
+        stored, loaded = _names(node.body)
+        begin = ast.Assign([ast.Name(loop.id, ast.Store())], call)
+        node.iter = loop
+        if carried := sorted(stored & loaded):
+            names = ast.Tuple([ast.Constant(one) for one in carried], ast.Load())
+            values = ast.Call(ast.Name("locals", ast.Load()), [], [])
+            moved = ast.Call(ast.Attribute(loop, "carry", ast.Load()), [names, values], [])
+            targets = ast.Tuple([ast.Name(one, ast.Store()) for one in carried], ast.Store())
+            node.body.append(ast.Assign([targets], moved))
+        for made in (begin, node):
+            ast.copy_location(made, node)
+            ast.fix_missing_locations(made)
+        return [begin, node]
+
+    def visit_While(self, node: ast.While) -> Any:
+        self.generic_visit(node)
+        counter = ast.Name(f"__loop_{node.lineno}_{node.col_offset}", ast.Load())
+        maker = ast.Call(ast.Name(WHILE_MAKER, ast.Load()), [], [])
+        begin = ast.Assign([ast.Name(counter.id, ast.Store())], maker)
+        more = ast.Call(ast.Attribute(counter, "more", ast.Load()), [], [])
+        node.test = ast.BoolOp(ast.And(), [more, node.test])
+        for made in (begin, node):
+            ast.copy_location(made, node)
+            ast.fix_missing_locations(made)
+        return [begin, node]
+
+
+def _names(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
+    """Return the names that statements store, and those that they load."""
+    nodes = [n for one in body for n in ast.walk(one) if isinstance(n, ast.Name)]
+    stored = {n.id for n in nodes if isinstance(n.ctx, ast.Store)}
+    loaded = {n.id for n in nodes if isinstance(n.ctx, ast.Load)}
+    changed = {
+        n.target.id
+        for one in body
+        for n in ast.walk(one)
+        if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)
+    }
+    return {n for n in stored if not n.startswith("__loop_")}, loaded | changed
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """A kernel: its function under the interpreter, its definition, and the files that its code may be in.
+
+    ``defaults``: values of parameters that decorators state (autotune, heuristics), by name.
+    """
+
+    name: str
+    path: Path
+    shown: str  # the path as it is printed
+    node: ast.FunctionDef
+    file: "KernelFile" = field(repr=False)
+
+    @property
+    def function(self) -> Any:
+        """Return the interpreted function. Raises Unavailable if it cannot be made."""
+        try:
+            found = self.file.namespace.get(self.name)
+        except Exception as error:  # the file's own code ran
+            raise Unavailable(
+                f"{self.name} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        if found is None or isinstance(found, Missing):
+            raise Unavailable(f"{self.name} cannot be loaded")
+        return found
+
+
+class KernelFile:
+    """A Python file with kernels; ``files`` are all files of its source that were loaded, by path."""
+
+    def __init__(self, path: Path, root: Path, files: "dict[Path, KernelFile]") -> None:
+        self.path, self.root, self._files = path, root, files
+        self.tree = ast.parse(path.read_bytes())
+        self.lines = path.read_text(errors="replace").splitlines()
+        self.definitions: dict[str, list[ast.stmt]] = {}
+        self.functions: dict[str, ast.FunctionDef] = {}
+        for statement in _flat(self.tree.body):
+            for name in _defined(statement):
+                self.definitions.setdefault(name, []).append(statement)
+            if isinstance(statement, ast.FunctionDef) and any(
+                map(_is_jit, statement.decorator_list)
+            ):
+                self.functions[statement.name] = statement
+        self.namespace = Namespace(self)
+        files[path] = self
+
+    def called(self) -> "Iterator[tuple[Path, str]]":
+        """Yield the functions that the functions of this file call: the file and the name of each."""
+        for one in self.functions.values():
+            for node in ast.walk(one):
+                name = (
+                    node.func.id
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                    else ""
+                )
+                if name in self.definitions and (found := self.definition(name)) is not None:
+                    yield found[0].path, found[1].name
+
+    def kernels(self, called: "set[tuple[Path, str]]") -> Iterator[Kernel]:
+        """Yield the kernels: functions that are not among ``called`` and return nothing."""
+        for name, node in self.functions.items():
+            returns = any(isinstance(n, ast.Return) and n.value for n in ast.walk(node))
+            if (self.path, name) not in called and not returns:
+                shown = self.path.relative_to(self.root).as_posix()
+                yield Kernel(name=name, path=self.path, shown=shown, node=node, file=self)
+
+    def definition(self, name: str) -> "tuple[KernelFile, ast.FunctionDef] | None":
+        """Return the definition of a function that Triton compiles, here or where it is imported from."""
+        if name in self.functions:
+            return self, self.functions[name]
+        for statement in self.definitions.get(name, []):
+            if isinstance(statement, ast.ImportFrom):
+                file = _module_file(self.path, self.root, statement.module or "", statement.level)
+                if file is not None and file != self.path:
+                    alias = next(a for a in statement.names if (a.asname or a.name) == name)
+                    return file_of(file, self.root, self._files).definition(alias.name)
+        return None
+
+    def make(self, name: str) -> Any:
+        """Return what a name of the file's top level is; Missing if it cannot be made."""
+        if name in self.functions:
+            return self._function(self.functions[name])
+        is_other = [
+            isinstance(one, ast.Import | ast.ImportFrom) for one in self.definitions.get(name, [])
+        ]
+        found = sorted(
+            zip(is_other, self.definitions.get(name, []), strict=True), key=lambda pair: not pair[0]
+        )
+        for _, statement in found:  # imports first: what follows may replace a missing package
+            try:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    return self._imported(statement, name)
+                code = compile(
+                    ast.Module([statement], []), str(self.path), "exec", dont_inherit=True
+                )
+                exec(code, self.namespace)
+                return dict.__getitem__(self.namespace, name)
+            except Exception:
+                continue
+        return Missing(name)
+
+    def _function(self, node: ast.FunctionDef) -> Any:
+        """Return a function of Triton in its interpreted form."""
+        bare = ast.FunctionDef(
+            **{**{f: getattr(node, f) for f in node._fields}, "decorator_list": []}
+        )
+        ast.copy_location(bare, node)
+        for argument in [*bare.args.args, *bare.args.kwonlyargs]:
+            text = "" if argument.annotation is None else ast.unparse(argument.annotation)
+            if "constexpr" not in text and "int64" not in text and "i64" not in text:
+                argument.annotation = None
+        bare.returns = None
+        code = compile(ast.Module([bare], []), str(self.path), "exec", dont_inherit=True)
+        exec(code, self.namespace)
+        made = _jit()(dict.__getitem__(self.namespace, node.name))
+        kind = type(made.rewriter.ast_transformer)
+
+        class Transformer(kind):  # type: ignore[misc, valid-type]
+            def visit_Module(self, tree: ast.Module) -> ast.AST:
+                found: ast.AST = super().generic_visit(Loops().visit(tree))
+                return ast.fix_missing_locations(found)
+
+        made.rewriter.ast_transformer = Transformer()
+        return made
+
+    def _imported(self, statement: ast.Import | ast.ImportFrom, name: str) -> Any:
+        alias = next(
+            one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name
+        )
+        if isinstance(statement, ast.Import):
+            module = alias.name if alias.asname else name
+            return _triton_or(module)
+        module = statement.module or ""
+        if alias.name in _LIBDEVICE or module.endswith(".libdevice"):
+            library = Libdevice()
+            return library if alias.name in _LIBDEVICE else getattr(library, alias.name)
+        if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
+            return _triton_or("triton" if alias.name == "triton" else "triton.language")
+        file = _module_file(self.path, self.root, module, statement.level)
+        if file is None and (
+            inner := _module_file(
+                self.path, self.root, f"{module}.{alias.name}".strip("."), statement.level
+            )
+        ):
+            return _ModuleView(file_of(inner, self.root, self._files))
+        if file is not None:
+            other = file_of(file, self.root, self._files)
+            found = other.namespace.get(alias.name)
+            if not isinstance(found, Missing):
+                return found
+        if module.partition(".")[0] in _REAL and statement.level == 0:
+            real = _triton_or(module)
+            return getattr(real, alias.name)
+        return Missing(f"{module}.{alias.name}")
+
+
+class Namespace(dict):  # type: ignore[type-arg]
+    """The globals of a file's functions, made when they are first used."""
+
+    def __init__(self, file: KernelFile) -> None:
+        super().__init__(__name__=file.path.stem, __file__=str(file.path), __builtins__=builtins)
+        self._file = file
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        if name not in self:
+            self.prepare(name)
+        return dict.get(self, name, default)
+
+    def prepare(self, name: str) -> None:
+        """Make a name, and every name that its functions use."""
+        if name in self or hasattr(builtins, name):
+            return
+        self[name] = None
+        for statement in self._file.definitions.get(name, []):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and node.id in self._file.definitions:
+                    self.prepare(node.id)
+        made = self._file.make(name)
+        if (
+            callable(made) and getattr(made, "__triton_builtin__", False) is True
+        ):  # an alias, such as exp2 = tl.exp2
+            made = _bound(made)
+        self[name] = made
+
+
+class _ModuleView(ModuleType):
+    """A module of the source, whose names are made when they are used."""
+
+    def __init__(self, file: KernelFile) -> None:
+        super().__init__(file.path.stem)
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._file.namespace.get(name)
+
+
+def file_of(path: Path, root: Path, files: dict[Path, KernelFile]) -> KernelFile:
+    """Return a file, loaded once."""
+    return files.get(path) or KernelFile(path, root, files)
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those in its ``if`` and ``try``."""
+    for one in body:
+        yield one
+        if isinstance(one, ast.If | ast.Try):
+            yield from _flat([*one.body, *one.orelse])
+            for handler in getattr(one, "handlers", []):
+                yield from _flat(handler.body)
+
+
+def _defined(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        yield statement.name
+    elif isinstance(statement, ast.Import | ast.ImportFrom):
+        for alias in statement.names:
+            yield alias.asname or alias.name.partition(".")[0]
+    elif isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for node in targets:
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    text = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    return _JIT.search(text) is not None and not _GLUON.search(text) and "cute" not in text
+
+
+@functools.cache
+def _jit() -> Any:
+    return interpreted_triton().jit
+
+
+def _bound(builtin: Any) -> Any:
+    """Return a function of the language as the interpreter calls it."""
+    from triton.runtime import interpreter
+
+    return functools.partial(builtin, _semantic=interpreter.interpreter_semantic)
+
+
+def _triton_or(name: str) -> Any:
+    if name == "triton":
+        return interpreted_triton()
+    if name.partition(".")[0] not in _REAL:
+        return Missing(name)
+    return importlib.import_module(name)
+
+
+def _module_file(path: Path, root: Path, module: str, level: int) -> Path | None:
+    """Return the file of a module in the source, or None."""
+    base = root
+    if level:
+        base = path.parent
+        for _ in range(level - 1):
+            base = base.parent
+    target = base.joinpath(*module.split(".")) if module else base
+    for candidate in (target.with_suffix(".py"), target / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def kernel_files(source: Path) -> tuple[Path, list[Path]]:
+    """Return the root of a source, and its files that have kernels.
+
+    Raises InvalidCase if ``source`` is not a Python file, a wheel or a folder.
+    """
+    source = source.resolve()
+    if source.is_file() and source.suffix == ".py":
+        return _root_of(source), [source]
+    if source.is_file() and source.suffix == ".whl":
+        source = _unpacked(source)
+    if not source.is_dir():
+        raise InvalidCase(
+            f"source must be a Python file, a wheel or a folder, got {source}", field="source"
+        )
+    found = [one for one in sorted(source.rglob("*.py")) if _HAS_KERNEL.search(one.read_bytes())]
+    return (_root_of(found[0]) if found else source), found
+
+
+def load_kernels(
+    source: Path, only: Sequence[Path] | None = None
+) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
+    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason.
+
+    ``only``: the files of the folder ``source``, which contains the package, to take kernels from.
+    """
+    root, paths = kernel_files(source) if only is None else (source, list(only))
+    files: dict[Path, KernelFile] = {}
+    broken: dict[str, str] = {}
+    for path in paths:
+        try:
+            file_of(path, root, files)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            broken[path.name] = f"{type(error).__name__}: {error}"
+    called = {pair for path in paths if path in files for pair in files[path].called()}
+    return (
+        [one for path in paths if path in files for one in files[path].kernels(called)],
+        files,
+        broken,
+    )
+
+
+def _root_of(file: Path) -> Path:
+    """Return the folder that contains the package of a file."""
+    folder = file.resolve().parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        folder = folder.parent
+    return folder
+
+
+def _unpacked(wheel: Path) -> Path:
+    """Return a folder with the Python files of a wheel that have kernels, or that such files import."""
+    stat = wheel.stat()
+    key = hashlib.sha256(
+        f"{wheel.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()
+    ).hexdigest()
+    folder = private_folder("horizon", key[:16])
+    if not (folder / ".complete").exists():
+        with writing(), zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                parts = Path(name).parts
+                if name.endswith(".py") and ".." not in parts and not name.startswith("/"):
+                    archive.extract(name, folder)
+            (folder / ".complete").touch()
+    return folder
+
 
 _TENSOR = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\s*strides\s*\[(?P<strides>[^\]]*)\])?(?:\s*=\s*(?P<values>.*))?$"
@@ -257,3 +681,158 @@ def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:
         needs=table.get("needs", ""),
         within=table.get("within", {}),
     )
+
+
+# A deployment: what a model and its server let grow, and how far.
+
+GPUS = {"H200": 141, "MI355X": 288}  # GB of memory; data sheets of NVIDIA and AMD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A model on one GPU.
+
+    - ``head_size``: of a key; with multi-head latent attention that of the latent vector, and ``kv_heads`` 1.
+    - ``max_context``, ``batched_tokens``: tokens of a sequence and of a step; ``seqs``: sequences of a step.
+    - ``gpu_memory``: GB (10^9 bytes); ``weights``: GB of it that weights take. All of the rest may hold the
+      cache: the number of blocks is an upper limit.
+    - ``cache_bytes``: bytes of an element of the cache; ``block_size``: tokens of a block.
+    """
+
+    name: str = "given"
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    layers: int = 32
+    max_context: int = 131072
+    block_size: int = 16
+    gpu_memory: int = 288
+    batched_tokens: int = 8192
+    seqs: int = 1024
+    cache_bytes: int = 2
+    weights: int = 0
+
+    def __post_init__(self) -> None:
+        for one in dataclasses.fields(self)[1:]:
+            value = getattr(self, one.name)
+            least = 0 if one.name == "weights" else 1
+            if type(value) is not int or value < least:
+                raise InvalidCase(
+                    f"{one.name} must be an int of at least {least}, got {value!r}", field=one.name
+                )
+        if self.weights >= self.gpu_memory:
+            raise InvalidCase(
+                f"weights must be less than gpu_memory {self.gpu_memory}, got {self.weights}",
+                field="weights",
+            )
+        if self.heads % self.kv_heads:
+            raise InvalidCase(
+                f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}",
+                field="heads",
+            )
+
+    @property
+    def is_latent(self) -> bool:
+        """Answer whether keys and values are one latent vector (MLA)."""
+        return self.head_size == 576 and self.kv_heads == 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of a token in the cache of all layers."""
+        tensors = 1 if self.is_latent else 2
+        return tensors * self.kv_heads * self.head_size * self.cache_bytes * self.layers
+
+    def cache_tokens(self, gpu_memory: int | None = None) -> int:
+        """Return how many tokens the cache has if it takes all of the memory, in GB, but the weights."""
+        return max(0, (gpu_memory or self.gpu_memory) - self.weights) * 10**9 // self.token_bytes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of a launch that the model determines."""
+        return {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_size": self.head_size,
+            "block_size": self.block_size,
+        }
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Return the largest value of each size that grows."""
+        slots = self.cache_tokens()
+        return {
+            "tokens": self.batched_tokens,
+            "seqs": self.seqs,
+            "ctx_len": self.max_context,
+            "slots": slots,
+            "blocks": slots // self.block_size,
+            "splits": -(-self.max_context // 256),
+            **self.sizes,
+        }
+
+    def needed(self, size: str, context: int) -> int | None:
+        """Return the value of a size that a sequence of ``context`` tokens needs; None if it needs none."""
+        per_token = {"tokens": 1, "ctx_len": 1, "slots": 1, "blocks": 1 / self.block_size}
+        return max(1, int(context * per_token[size])) if size in per_token else None
+
+
+# Facts of models, and where they were read (2026-11-25): the project, its commit, and the file.
+_LITGPT = "Lightning-AI/litgpt@26857050, litgpt/config.py"
+_MAXTEXT = "AI-Hypercomputer/maxtext, MaxText/configs/models/"
+_FIELDS = ("heads", "kv_heads", "head_size", "layers", "max_context")
+_MODELS: dict[str, tuple[tuple[int, ...], str]] = {
+    "Llama-3.1-8B": ((32, 8, 128, 32, 131072), _LITGPT),
+    "Llama-3.1-70B": ((64, 8, 128, 80, 131072), _LITGPT),
+    "Llama-3.1-405B": ((128, 8, 128, 126, 131072), _LITGPT),
+    "Qwen3-8B": ((32, 8, 128, 36, 40960), _LITGPT),
+    "Qwen3-32B": ((64, 8, 128, 64, 40960), _LITGPT),
+    "Qwen3-235B-A22B": ((64, 4, 128, 94, 40960), _LITGPT),
+    "Mistral-7B-v0.3": ((32, 8, 128, 32, 32768), _LITGPT),
+    "Mixtral-8x22B-v0.1": ((48, 8, 128, 56, 65536), _LITGPT),
+    "DeepSeek-V3": (
+        (128, 1, 576, 61, 163840),
+        f"{_MAXTEXT}deepseek3-671b.yml; max_context in src/{_MAXTEXT[26:]}deepseek3-671b.yml",
+    ),
+    "DeepSeek-V2-Lite": ((16, 1, 576, 27, 163840), f"{_MAXTEXT}deepseek2-16b.yml"),
+    "gpt-oss-120b": ((64, 8, 64, 36, 131072), "openai/gpt-oss@0568dfc9, gpt_oss/torch/model.py"),
+    "phi-4": ((40, 10, 128, 40, 16384), _LITGPT),
+}
+# GB of weights in 16 bits, rounded up: parameters counted from the same files.
+_WEIGHTS = {"Llama-3.1-8B": 17, "DeepSeek-V2-Lite": 32}
+PRESETS: Mapping[str, Deployment] = {
+    name: Deployment(
+        name=name, weights=_WEIGHTS.get(name, 0), **dict(zip(_FIELDS, facts, strict=True))
+    )
+    for name, (facts, _) in _MODELS.items()
+}
+SOURCES: Mapping[str, str] = {name: source for name, (_, source) in _MODELS.items()}
+
+
+def read_deployment(text: str, changes: Mapping[str, Any]) -> Deployment:
+    """Return the deployment that a preset or a TOML file names, with changes by field.
+
+    Raises InvalidCase, in one line, for an unknown name, field or value.
+    """
+    base: dict[str, Any] = {}
+    if text in PRESETS:
+        base = dataclasses.asdict(PRESETS[text])
+    elif text:
+        path = Path(text)
+        if not path.is_file():
+            raise InvalidCase(
+                f"deployment must be a TOML file or one of {', '.join(PRESETS)}, got {text}",
+                field="deployment",
+            )
+        try:
+            base = {"name": path.stem, **tomllib.loads(path.read_text())}
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidCase(
+                f"deployment must be TOML, got {path}: {error}", field="deployment"
+            ) from error
+    known = {one.name for one in dataclasses.fields(Deployment)}
+    if unknown := sorted(set(base) - known):
+        raise InvalidCase(
+            f"deployment must have only {', '.join(sorted(known))}, got {unknown[0]}",
+            field="deployment",
+        )
+    return Deployment(**{**base, **changes})

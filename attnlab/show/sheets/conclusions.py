@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
     from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
-    from attnlab.horizon.deployment import Deployment
+    from attnlab.horizon.launch import Deployment
     from attnlab.horizon.survey import Row as Horizon
     from attnlab.horizon.survey import Survey
     from attnlab.lab.writes import WriteReport
