@@ -13,11 +13,10 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
-from attnlab.checker.case_check import MAX_TRIES, CheckJob
+from attnlab.checker.case_check import COST_S, MAX_TRIES, CheckJob, has_horizons, ops_with_files
 from attnlab.checker.case_run import source_digest, versions, weights_of
 from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import UNNAMED, Finding, op_locations
-from attnlab.checker.horizons import COST_S, has_horizons, ops_with_files
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.kernels.backend import Backend
 from attnlab.lab.products import needed_bytes

@@ -25,7 +25,6 @@ from attnlab.cli import (  # noqa: F401 which register their commands
     diagnose,
     horizon,
     investigate,
-    merge,
     mla,
     releases,
     replay,

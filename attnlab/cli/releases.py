@@ -1,23 +1,32 @@
-"""The command ``attnlab releases``."""
+"""The commands ``attnlab releases``, ``attnlab atlas`` and ``attnlab merge``."""
 
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.output_file import HTML, check_output_file, make_output_folder, write_text
 from attnlab.cli.check import check_run_flags, step_text
-from attnlab.cli.command import notice, print_json, progress, runs, show
+from attnlab.cli.command import notice, print_json, progress, put, runs, show
+from attnlab.cli.sharded import (
+    check_ci_files,
+    print_power,
+    print_report,
+    print_shard,
+    write_ci_files,
+)
 from attnlab.library.op import Package, libraries, ops_of, package_of
 from attnlab.tasks.run import interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
-    from attnlab.tasks.task import Engine, Stop
+    from attnlab.tasks.task import Engine, Outcome, Stop
+
 
 _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
@@ -286,3 +295,86 @@ def _sources(text: str) -> tuple[str, dict[str, Path]]:
         version = find_source(path, package).version
         paths = {path.name if version == "unknown" else version: path}
     return library, {f"{library} {version}": path for version, path in paths.items()}
+
+
+Outcomes = Mapping[str, "Outcome"]
+# Flags, and the command whose stores they need.
+_OWNERS = {
+    "known": ("check",),
+    "junit": ("check",),
+    "sarif": ("check",),
+    "page": ("releases", "atlas"),
+}
+
+
+@runs("merge")
+def _merge(args: argparse.Namespace) -> int:
+    from attnlab.tasks.store import merged_stores
+
+    check_ci_files(args)
+    check_page(args)
+    header, outcomes = merged_stores(args.dir)
+    command = header["command"]
+    for field, owners in _OWNERS.items():
+        if getattr(args, field) is not None and command not in owners:
+            raise InvalidCase(f"{field} must not be given with {command}", field=field)
+    runs = {
+        "check": _check_of_shards,
+        "power": _power_of_shards,
+        "releases": _releases_of_shards,
+        "atlas": _releases_of_shards,
+        "matrix": _matrix_of_shards,
+    }
+    run = runs.get(command)
+    if run is None:
+        raise InvalidCase(f"dir must be stores that merge can join, got {command}")
+    return run(args, header, outcomes)
+
+
+def _check_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.finding import read_known
+    from attnlab.checker.report import merged_check
+
+    known = [] if args.known is None else read_known(args.known)
+    report = merged_check(header, outcomes, known)
+    write_ci_files(args, report)
+    print_report(report, args.json)
+    return report.exit_code
+
+
+def _releases_of_shards(
+    args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes
+) -> int:
+    from attnlab.checker.atlas import merged_atlas
+    from attnlab.checker.releases import merged_releases
+
+    merged = {"releases": merged_releases, "atlas": merged_atlas}
+    table = merged[header["command"]](header, outcomes)
+    print_table(args, table)
+    return table.exit_code
+
+
+def _power_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.case.case import Case
+    from attnlab.mutation.power import power_report, power_tasks
+    from attnlab.tasks.store import ALL
+    from attnlab.tasks.task import NOT_RUN, Outcome
+
+    case = Case.from_dict(header["case"])
+    found = {
+        task.key: outcomes.get(task.key)
+        or Outcome(key=task.key, status=NOT_RUN, text="its shard was stopped before")
+        for task in power_tasks(case)
+    }
+    if any(one.verdict is None for one in found.values()):
+        return print_shard(ALL, found, args.json)
+    seconds = sum(one.seconds for one in found.values())
+    return print_power(power_report(case, found, seconds), args.json)
+
+
+def _matrix_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.matrix import merged_matrix
+
+    table = merged_matrix(header, outcomes)
+    put(table, args.json)
+    return table.exit_code

@@ -8,8 +8,8 @@ from helpers.sources import needs_triton, of_release
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, MERGE, OPS, PREFILL, TRITON_OPS, WRAPPER
+from attnlab.checker.case_check import deployment_of, ops_with_files
 from attnlab.checker.finding import BEYOND, HORIZON, Finding
-from attnlab.checker.horizons import deployment_of, ops_with_files
 from attnlab.checker.plan import Plan, is_case
 from attnlab.checker.report import Report, check_library
 from attnlab.horizon.survey import survey
