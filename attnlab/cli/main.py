@@ -18,7 +18,6 @@ from attnlab import __version__
 from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (  # noqa: F401 which register their commands
-    capture,
     catalogue,
     check,
     demo,
