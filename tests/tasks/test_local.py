@@ -150,7 +150,7 @@ def test_the_largest_worker_is_ended_before_memory_runs_out(monkeypatch):
 
 
 def test_time_without_a_core_does_not_count():
-    """Elapsed time is wall time less the time in the run queue; a quarter of it counts if nothing computes."""
+    """Elapsed time is wall time less that in the run queue; a quarter counts if nothing computes."""
     with LocalEngine(1) as engine:
         engine.run(ToyJob(), toy_tasks(""), lambda outcome: None)
         worker = engine._slots[0]
