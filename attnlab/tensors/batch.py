@@ -12,7 +12,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
-from attnlab.tensors.formats import FORMATS, coarse
+from attnlab.tensors.formats import FORMATS, coarse, spanning
 
 # Values of query, key and value that random numbers do not have, by the names of a Case's ``distribution``.
 #
@@ -181,7 +181,10 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
     change_values(case.distribution, lengths, query, key, value)
     if case.spec.coarse:
-        key, value = coarse(key), coarse(value)
+        nearest = spanning if case.spec.writes_cache else coarse
+        key, value = nearest(key), nearest(value)
+    if "to_cache" in case.spec.rounding and case.kv_cache_dtype != "auto":
+        query = coarse(query)  # which FP8 holds exactly
     return Batch(
         lengths=lengths,
         query=query,

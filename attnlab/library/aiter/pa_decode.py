@@ -1,5 +1,7 @@
 """The op paged_attention_decode of pa_decode.py: one new token per sequence, heads before slots."""
 
+from dataclasses import replace
+
 from attnlab.library.aiter import AMD
 from attnlab.library.op import PATH, Op, same
 
@@ -18,7 +20,6 @@ OP = Op(
         **{"k_scale": "one(k_scale)", "v_scale": "one(v_scale)"},
     },
     neutral={"max_seq_len": PATH},
-    left_out={"scales per token": "attnlab passes them to vLLM's op alone"},
     contract={"serves": "decode"},
     rounding={
         "products": True,
@@ -29,4 +30,25 @@ OP = Op(
     cache_layout="flash",
     strided=False,
     prefill=False,
+)
+# A cache of FP8 with scales has numbers that 4 bits hold exactly, so that only the op rounds.
+PER_TOKEN = replace(
+    OP,
+    name=f"{OP.name}_per_token",
+    summary=f"{OP.summary}; keys and values in FP8 have a scale for each token and head",
+    arguments={
+        **OP.arguments,
+        **{
+            f"{half}_cache": f"scaled(flash_{half}_cache).numbers.transpose(1, 2)"
+            for half in ("key", "value")
+        },
+        **{
+            f"{half[0]}_scale": f"scaled(flash_{half}_cache).scales[..., 0].transpose(1, 2)"
+            for half in ("key", "value")
+        },
+    },
+    left_out={"numbers between those of 4 bits": "a cache has numbers that FP8 holds exactly"},
+    kv_cache_dtypes=("auto",),
+    copies_cache=True,
+    coarse=True,
 )

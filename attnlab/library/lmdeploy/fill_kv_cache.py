@@ -1,6 +1,8 @@
 """The op fill_kv_cache, which writes the cache."""
 
-from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED
+from dataclasses import replace
+
+from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED, affine
 from attnlab.library.op import Op
 
 OP = Op(
@@ -26,4 +28,24 @@ OP = Op(
     fp8_inside=("FP8",),  # of QuantPolicy, since 0.14.0
     writes_cache=True,
     hnd=True,
+)
+_DECODED = (
+    "decoded(k_caches, k_scales_zeros, flash_key_cache, 0)",
+    "decoded(v_caches, v_scales_zeros, flash_value_cache, 1)",
+)
+INT8, INT4 = (
+    replace(
+        OP,
+        name=f"{OP.name}_int{bits}",
+        summary=f"{OP.summary}, as int{bits} with a scale and a zero point for each token and head",
+        arguments={**OP.arguments, **affine(bits, "k_caches", "v_caches")},
+        result=f"written_cache({', '.join(_DECODED)})",
+        left_out={"numbers between the levels of the cache": "rounding to them is not checked"},
+        kv_cache_dtypes=("auto",),
+        hnd=False,
+        strided=False,
+        copies_cache=True,
+        coarse=True,
+    )
+    for bits in (8, 4)
 )

@@ -1,6 +1,8 @@
 """The op flash_attn_with_kvcache of pagedattention.py: decodes, split into parts that are merged."""
 
-from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED
+from dataclasses import replace
+
+from attnlab.library.lmdeploy import LEFT_OUT, QUANTISED, affine
 from attnlab.library.op import Op, same
 
 OP = Op(
@@ -40,4 +42,19 @@ OP = Op(
     min_window=2,  # window_size 0, which would show the token itself alone, means no window
     prefill=False,
     sinks_with_alibi=True,
+)
+# A cache of integers has numbers that 4 bits hold exactly, so that only the op rounds.
+INT8, INT4 = (
+    replace(
+        OP,
+        name=f"{OP.name}_int{bits}",
+        summary=f"{OP.summary}, of int{bits} with a scale and a zero point for each token and head",
+        arguments={**OP.arguments, **affine(bits, "k_cache", "v_cache")},
+        left_out={"numbers between those of 4 bits": "they are what the cache write rounds"},
+        kv_cache_dtypes=("auto",),
+        strided=False,
+        copies_cache=True,
+        coarse=True,
+    )
+    for bits in (8, 4)
 )

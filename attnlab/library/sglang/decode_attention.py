@@ -25,12 +25,9 @@ OP = Op(
     default_splits=8,  # the choice of attnlab: SGLang computes a number for each sequence
     split_step=32,  # _MIN_BLOCK_KV
     contract={"softcap": "any", "sinks": "any", "serves": "decode"},
-    rounding={"products": True},
+    rounding={"products": True, "to_cache": True},  # with several heads per KV head
     new_tokens_from="cache",
     cache_layout="flash",
-    # With an FP8 cache, the kernel for several heads per KV head rounds query and weights to FP8 without a
-    # scale; no bound is derived for that.
-    kv_cache_dtypes=("auto",),
     prefill=False,
     min_splits=1,
 )

@@ -2,7 +2,6 @@
 
 from attnlab.library.op import PATH, Op, same
 
-_FP8 = "the kernel rounds query and weights to FP8 without a scale; no bound is derived for that"
 _SHARED = {
     **{"max_len_extend": "max_query_len", "logit_cap": "softcap or 0.0", "is_causal": "causal"},
     **{"page_size": "block_size", "sliding_window_size": "window_left"},
@@ -11,10 +10,7 @@ _SHARED = {
     "qo_indptr": "query_start_loc.int()",
     **same("sm_scale sinks k_scale v_scale"),
 }
-_LEFT_OUT = {
-    "an FP8 cache": _FP8,
-    "score_mod, xai_temperature_len": "attnlab has no reference for them",
-}
+_LEFT_OUT = {"score_mod, xai_temperature_len": "attnlab has no reference for them"}
 _CONTRACT = {"default_scale": "head_size", "softcap": "any", "sinks": "any"}
 # The context is a list of slots from the first key that the first new token sees, as SGLang's Triton backend
 # passes it; a tree is a mask of bytes, whose rows have all keys.
@@ -48,9 +44,9 @@ OP = Op(
         "the log-sum-exp with sinks": "the op counts the sink in it",
     },
     contract=_CONTRACT,
+    rounding={"to_cache": True},
     new_tokens_from="arguments",
     cache_layout="flash",
-    kv_cache_dtypes=("auto",),
 )
 UNIFIED = Op(
     name="sglang_extend_attention_unified",
@@ -73,7 +69,7 @@ UNIFIED = Op(
     adds_bias=False,
     left_out=_LEFT_OUT,
     contract=_CONTRACT,
+    rounding={"to_cache": True},
     new_tokens_from="cache",
     cache_layout="flash",
-    kv_cache_dtypes=("auto",),
 )
