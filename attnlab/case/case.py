@@ -517,6 +517,12 @@ class Case(CaseQuantities):
                 )
         return cls(**fields)
 
+    def reduced(self) -> "Case":
+        """Return the Case of a smaller draw: 8 heads, or those of one KV head if more; lengths up to 128."""
+        return self.replace(
+            num_heads=max(8, self.num_queries_per_kv), draw_max_query_len=128, draw_max_ctx_len=128
+        )
+
     @classmethod
     def from_json(cls, text: str) -> "Case":
         """Return the Case of a JSON object; missing fields get their defaults. Raises InvalidCase."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from attnlab.case.errors import InvalidCase, check_installed
 from attnlab.case.fields import Int, Number, is_plugin
 from attnlab.case.flags import flag, notebook_parameters
-from attnlab.cli.command import Command, errors, print_json, progress, show
+from attnlab.cli.command import Command, errors, notice, print_json, progress, show
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
@@ -248,6 +248,11 @@ def _add_new_flags(parser: argparse.ArgumentParser) -> None:
     flag(parser, "--stage STAGE", "of a pytest id: the state of vLLM's test", type=str)
     flag(
         parser,
+        "--full",
+        "of a pytest id: the size of the test; without it, 8 heads and lengths up to 128",
+    )
+    flag(
+        parser,
         "--notebooks-folder FOLDER",
         "where the notebook is written (default: notebooks/ next to the package)",
         default=_NOTEBOOKS,
@@ -260,6 +265,8 @@ def _new(args: argparse.Namespace) -> int:
         text = f"notebooks-folder must be a folder, got {folder}"
         raise InvalidCase(text, field="notebooks-folder")
     is_id = "[" in start or start.startswith("test_")
+    if args.full and not is_id:
+        raise InvalidCase("full must be given with a pytest id", field="full")
     if not (is_id or is_plugin(start) or Path(start).expanduser().exists()):
         text = f"from must be a call, a Case, a pytest id or a kernel, got {start!r}"
         raise InvalidCase(text, field="from")
@@ -269,9 +276,12 @@ def _new(args: argparse.Namespace) -> int:
 
     path = next_notebook(folder, args.title)
     kernel, source = args.kernel or "", args.source or ""
-    with progress("running the experiments"):
-        begun = read_start(start, kernel=kernel, source=source, stage=args.stage)
-        found = write_notebook(path, begun, args.title)
+    is_reduced = is_id and not args.full
+    if is_reduced:
+        notice("reduced to 8 heads and lengths up to 128; --full runs the size of the test")
+    with progress("running the experiments") as on_step:
+        begun = read_start(start, kernel=kernel, source=source, stage=args.stage, is_full=args.full)
+        found = write_notebook(path, begun, args.title, on_step)
     if args.json:
         print_json({"notebook": str(path), "cause": found.sentences[0]})
     else:

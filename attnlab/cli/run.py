@@ -177,7 +177,6 @@ _MOST_PLACES = 200  # in the JSON document
 
 
 # A Case without flags has the size of the test, which takes 10 to 50 s; this one takes less than 1 s.
-_REDUCED = {"num_heads": 8, "draw_max_query_len": 128, "draw_max_ctx_len": 128}
 _NOT_OF_SIZE = {"platform", "release", "stage", "backend"}
 
 
@@ -263,7 +262,7 @@ def _reduced(args: argparse.Namespace, case: Case) -> Case:
     if args.full or args.test_id or args.case or given_fields(args, FIELDS).keys() - _NOT_OF_SIZE:
         return case
     notice("reduced to 8 heads and lengths up to 128; --full runs the size of the test")
-    return case.replace(**_REDUCED)
+    return case.reduced()
 
 
 def _changes(words: Sequence[str]) -> dict[str, Any]:

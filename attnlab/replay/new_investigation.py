@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from attnlab.weights.conclude import xray
 from attnlab.weights.measurement import MOST_WEIGHTS
 
 _DRAWN = 50  # random cases, to find one in which a kernel is wrong
+_STEPS = 5
+OnStep = Callable[[str, int, int], None]
 _SIZES = ("sequences", "rows", "heads")
 _KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
@@ -65,10 +68,13 @@ class Start:
         )
 
 
-def read_start(text: str, *, kernel: str, source: str, stage: str | None) -> Start:
+def read_start(
+    text: str, *, kernel: str, source: str, stage: str | None, is_full: bool = False
+) -> Start:
     """Return what a user names: a file of a call or of a Case, a pytest id, or a kernel.
 
-    Raises InvalidCase for a kernel that is right in 50 random cases.
+    The Case of a pytest id is reduced unless ``is_full``. Raises InvalidCase for a kernel that is right in
+    50 random cases.
     """
     if kernel and source:
         raise InvalidCase("source must not be given with kernel", field="source")
@@ -76,6 +82,7 @@ def read_start(text: str, *, kernel: str, source: str, stage: str | None) -> Sta
     if "[" in text or text.startswith("test_"):
         fields = {} if stage is None else {"stage": stage}
         case = Case.from_test_id(text, **fields)
+        case = case if is_full else case.reduced()
     elif path.suffix == ".json" and path.is_file():
         case = Case.from_json(path.read_text(encoding="utf-8"))
     elif path.exists():
@@ -130,16 +137,20 @@ class _Found:
     suspects: tuple[str, ...]
 
 
-def experiments(start: Start, call: KernelCall, lab: Lab) -> _Found:
+def experiments(start: Start, call: KernelCall, lab: Lab, on_step: OnStep) -> _Found:
     """Run the experiments of the notebook. Raises AttnLabError if the call does not fail."""
     where: dict[str, Any] = start.where
+    on_step("shrinking the call", 0, _STEPS)
     small = shrink_call(call, **where)
     if not small.is_failing:
         raise AttnLabError(f"an investigation needs a call that fails: {small.sentences()[0]}")
+    on_step("searching the cause", 1, _STEPS)
     found = diagnose(call, locate=False, **where)
+    on_step("measuring weights", 2, _STEPS)
     of = "call" if _is_small(call) else "small.call"
     subject = call if _is_small(call) else small.call
     seen = xray(subject, backend=start.where["backend"], lab=lab)
+    on_step("varying the call", 3, _STEPS)
     return _Found(
         cause="" if found.cause is None else found.cause.name,
         sentences=tuple(found.sentences()),
@@ -168,16 +179,20 @@ def notebook_text(start: Start, title: str, found: _Found) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def write_notebook(path: Path, start: Start, title: str) -> _Found:
-    """Run the experiments, write the notebook and run it. Raises AttnLabError if the call does not fail."""
+def write_notebook(path: Path, start: Start, title: str, on_step: OnStep) -> _Found:
+    """Run the experiments, write the notebook and run it; ``on_step(text, done, total)`` hears of each.
+
+    Raises AttnLabError if the call does not fail, or the notebook does not run.
+    """
     lab = Lab(source=Path(start.source)) if start.source else Lab()
     if start.call is not None:
         call = read_call(start.call)
     else:
         assert start.case is not None
         call = lab.run(start.case.replace(backend=start.where["backend"])).recorded_call
-    found = experiments(start, call, lab)
+    found = experiments(start, call, lab, on_step)
     write_text(path, notebook_text(start.seen_from(path.parent), title, found))
+    on_step("running the notebook", 4, _STEPS)
     run_notebook(path)
     return found
 
@@ -186,7 +201,7 @@ def run_notebook(path: Path) -> None:
     """Run a notebook in its folder and keep its outputs. Raises AttnLabError if a cell raises."""
     import nbformat
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
 
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
@@ -195,6 +210,9 @@ def run_notebook(path: Path) -> None:
         client.execute(stderr=subprocess.DEVNULL)
     except CellExecutionError as error:
         raise AttnLabError(f"{path} does not run: {error.ename}: {error.evalue}") from error
+    except DeadKernelError as error:
+        text = f"{path} does not run: its kernel ended, which happens if memory is short"
+        raise AttnLabError(text) from error
     finally:
         nbformat.write(notebook, path)
 

@@ -62,6 +62,7 @@ OWN_FLAGS = [
     (["compare", "mine.py:f", "--against", "model", "--random", "0"], "random must be an integer"),
     (["new-investigation", "a", "--from", "b", "--notebooks-folder", "c"], "notebooks-folder must"),
     (["new-investigation", "a", "--from", "b", "--notebooks-folder", "."], "from must be a call"),
+    (["new-investigation", "a", "--from", "b", "--full"], "full must be given with a pytest id"),
     (["page", "nowhere"], "nowhere must be"),
     (["page", "nowhere", "--note", "colour=red"], "note must be a text of since"),
     (["power", "--op", "reshape_and_cache_flash"], "op must be"),

@@ -22,6 +22,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.binding import arguments_of
 from attnlab.kernels.run_call import on_device
 from attnlab.kernels.runner import is_bisecting, runners
+from attnlab.replay.new_investigation import read_start
 from attnlab.replay.replay_call import (
     Replay,
     Replays,
@@ -413,3 +414,13 @@ def test_a_right_kernel_is_no_start(tmp_path, capsys):
     right = kernel_file(tmp_path, RIGHT, "right")
     words = ["new-investigation", "Why?", "--from", right, "--notebooks-folder", str(tmp_path)]
     assert "must be wrong in a random case" in error_line(capsys, words)
+
+
+def test_a_test_id_begins_with_a_reduced_case():
+    test_id = (
+        "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
+    )
+    given = {"kernel": "", "source": "", "stage": "int64"}
+    reduced = read_start(test_id, **given).case
+    full = read_start(test_id, **given, is_full=True).case
+    assert reduced == full.reduced() != full
