@@ -129,6 +129,13 @@ class Finding(Shown):
         return self.diagnosis in self.names
 
     @property
+    def order(self) -> tuple[str, int]:
+        """Return what findings of an op are sorted by: the kind, then how much is known of the fault."""
+        known_less = ("ambiguous", "described", "unexplained", UNNAMED)
+        is_less = self.diagnosis in known_less
+        return self.kind, 1 + known_less.index(self.diagnosis) if is_less else 0
+
+    @property
     def title(self) -> str:
         """Return what is known of the fault, in words."""
         if self.diagnosis == "ambiguous" and self.names:
