@@ -8,6 +8,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.case.fields import runs_triton
 from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import SlotState, contract_reads
@@ -202,9 +203,9 @@ def _writes(case: Case, ran: Result, is_wrong: torch.Tensor, run: Run) -> Iterat
 def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
     """Yield that the output depends on scratch memory that no kernel has written, if so.
 
-    Only ops of vLLM get scratch memory from the lab. On the emulated device, a trace finds such reads.
+    Only ops of a source get scratch memory from the lab. On the emulated device, a trace finds such reads.
     """
-    if case.backend != "vllm":
+    if not runs_triton(case.backend):
         return
     with scratch_full_of(0.0):
         again = run(case)
