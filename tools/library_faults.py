@@ -28,7 +28,7 @@ from attnlab.checker.check import check
 from attnlab.checker.finding import Finding
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.location.trials import FULL
+from attnlab.diagnosis.trials import FULL
 from attnlab.kernels.vllm.features import op_functions
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab

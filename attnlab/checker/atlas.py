@@ -60,7 +60,7 @@ from attnlab.checker.report import NotRun
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.lab.lab import Lab
-from attnlab.mutation.report import ChangedTest
+from attnlab.mutation.power import ChangedTest
 from attnlab.tasks.run import TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
 from attnlab.tasks.task import DONE, Engine, Outcome, Stop, Task, never

@@ -60,11 +60,10 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import scratch_full_of
 from attnlab.kernels.control import controlled, rows_agree, rows_equal
 from attnlab.kernels.triton.coverage import measuring
-from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import LSE, PADDING
+from attnlab.lab.result import LSE, PADDING, ErrorMap
 from attnlab.tasks.task import Job
-from attnlab.tensors.case_visibility import data_of_lengths, data_of_seq
+from attnlab.tensors.case_call import data_of_lengths, data_of_seq
 
 # Fields of the memory layout: the plain value, and the diagnosis if the plain value gives a correct result.
 _LAYOUTS = (

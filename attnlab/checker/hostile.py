@@ -215,32 +215,36 @@ class Design:
         parts = (part for size in sizes for part in combinations(entry, size))
         return next((self.refused[part] for part in parts if part in self.refused), "")
 
-    def rows(self, seed: int, first: Sequence[Row] = ()) -> Iterator[Row]:
-        """Yield the rows, those that cover most first. Rows that ``first`` has are not repeated."""
-        knobs = {knob: list(values) for knob, values in self.values.items()}
-        triple = [knob for knob in knobs if knob in TRIPLE]
+    def rows(self, seed: int) -> Iterator[Row]:
+        """Yield the rows, those that cover most first. covertable looks up places faster than names."""
+        knobs = list(self.values)
+        triple = [place for place, knob in enumerate(knobs) if knob in TRIPLE]
         made = covertable.make_async(
-            knobs,
+            [list(values) for values in self.values.values()],
             strength=2,
             sub_models=[{"fields": triple, "strength": 3}] if len(triple) == 3 else [],
-            constraints=list(self._constraints()),
-            presets=[dict(row) for row in first],
+            constraints=list(self._constraints(knobs)),
             salt=str(seed),
         )
-        for row in made:
-            if row not in first:
-                yield row
+        for names in made:
+            yield dict(zip(knobs, names, strict=True))
 
-    def _constraints(self) -> Iterator[dict[str, Any]]:
-        """Yield the constraints in covertable's form: of each pair or triple of knobs, and of whole rows."""
-        knobs = {tuple(knob for knob, _ in entry) for entry in self.refused if len(entry) > 1}
-        for names in sorted(knobs):
+    def _constraints(self, knobs: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield the constraints in covertable's form: of each pair of knobs, and of whole rows."""
+        known = {
+            tuple(knobs.index(knob) for knob, _ in pair) for pair in self.refused if len(pair) > 1
+        }
+        for one, other in sorted(known):
 
-            def is_allowed(row: Row, names: tuple[str, ...] = names) -> bool:
-                return tuple((knob, row[knob]) for knob in names) not in self.refused
+            def is_allowed(row: Mapping[int, str], one: int = one, other: int = other) -> bool:
+                return ((knobs[one], row[one]), (knobs[other], row[other])) not in self.refused
 
-            yield {"operator": "fn", "requires": list(names), "evaluate": is_allowed}
-        yield {"operator": "fn", "requires": list(self.values), "evaluate": self._is_case}
+            yield {"operator": "fn", "requires": [one, other], "evaluate": is_allowed}
+
+        def is_case(row: Mapping[int, str]) -> bool:
+            return self._is_case({knob: row[place] for place, knob in enumerate(knobs)})
+
+        yield {"operator": "fn", "requires": list(range(len(knobs))), "evaluate": is_case}
 
     def _is_case(self, row: Row) -> bool:
         try:

@@ -15,9 +15,9 @@ from attnlab.checker.finding import KINDS, Finding, KnownFinding
 from attnlab.checker.plan import FAULTS, Plan, named_outcomes, naming_tasks
 from attnlab.checker.report import NotRun, Report, build_report
 from attnlab.diagnosis.claims import KernelLine
-from attnlab.diagnosis.location.lines import locate_lines
-from attnlab.diagnosis.location.repair_check import with_confirmation
-from attnlab.diagnosis.location.trials import Limit
+from attnlab.diagnosis.lines import locate_lines
+from attnlab.diagnosis.repair_check import with_confirmation
+from attnlab.diagnosis.trials import Limit
 from attnlab.kernels.backend import Backend, OnStep, ignore_step
 from attnlab.kernels.plugin import NO_INTERPRETER
 from attnlab.lab.lab import Lab

@@ -281,7 +281,7 @@ LATE_VARIANTS = (
 )
 
 
-# The variants with values that random numbers do not have (:mod:`attnlab.tensors.batch`).
+# The variants with values that random numbers do not have (:mod:`attnlab.tensors.cache`).
 
 _VALUES: dict[str, Any] = {"query_lens": (3, 1), "ctx_lens": (30, 37), "num_splits": 0}
 _SPLIT_VALUES: dict[str, Any] = {"query_lens": (1, 1), "ctx_lens": (37, 65), "num_splits": 4}

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.fields import refuse
-from attnlab.case.platforms import PLATFORMS
-from attnlab.case.stages import STAGES
+from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.cli.command import Command, print_json, show
 from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words
 

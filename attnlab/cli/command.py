@@ -354,12 +354,18 @@ def with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
 
 
 class _KernelOrCall(argparse.Action):
-    """A kernel, or the file of a call: a name with a suffix and without a colon."""
+    """A kernel, once; also the file of a call, a name with a suffix and without a colon, if ``has_call``."""
+
+    def __init__(self, *args: Any, has_call: bool = False, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.has_call = has_call
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None
     ) -> None:
-        is_call = value is not None and ":" not in value and bool(Path(value).suffix)
+        is_call = self.has_call and ":" not in value and bool(Path(value).suffix)
+        if not is_call and getattr(namespace, "kernel", None) is not None:
+            raise argparse.ArgumentError(self, f"not allowed twice, got {value!r}")
         setattr(namespace, "call" if is_call else "kernel", Path(value) if is_call else value)
 
 
@@ -371,14 +377,14 @@ def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = 
         else ""
     )
     text = "your kernel, FILE.py:FUNCTION or MODULE:FUNCTION; the same as --backend"
-    group = group.add_mutually_exclusive_group()
-    group.add_argument("--kernel", metavar="NAME", help=text + of_call)
+    group.add_argument("--kernel", metavar="NAME", action=_KernelOrCall, help=text + of_call)
     if is_positional:
         group.add_argument(
             "kernel",
             nargs="?",
             metavar="KERNEL|CALL" if has_call else "KERNEL",
-            action=_KernelOrCall if has_call else "store",
+            action=_KernelOrCall,
+            has_call=has_call,
             default=argparse.SUPPRESS,
             help="as --kernel" + "; or a file, as --call" * has_call,
         )

@@ -83,7 +83,7 @@ def _diagnosed(
     from attnlab.kernels.runner import one_backend
     from attnlab.kernels.triton.interpreter import load_triton
     from attnlab.lab.call_lab import call_lab
-    from attnlab.lab.run import run
+    from attnlab.lab.lab import run
     from attnlab.reports.close_up import trace_run
     from attnlab.reports.shared_page import page_of
 

@@ -74,7 +74,7 @@ def _of_call(
 ) -> _Diagnosed:
     """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
     from attnlab.diagnosis.captured import diagnose_captured
-    from attnlab.diagnosis.location.trials import FULL
+    from attnlab.diagnosis.trials import FULL
     from attnlab.kernels.run_call import backend_of_origin, for_call
     from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import read_call

@@ -11,7 +11,7 @@ from attnlab.tasks.run import check_engine
 
 if TYPE_CHECKING:
     from attnlab.case.case import Case
-    from attnlab.mutation.report import MutationReport
+    from attnlab.mutation.power import MutationReport
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

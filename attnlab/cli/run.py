@@ -134,7 +134,7 @@ def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode_error(args: argparse.Namespace) -> int:
-    from attnlab.lab.error_text import ErrorText  # imports no torch
+    from attnlab.lab.decode_error import ErrorText  # imports no torch
 
     command.check_share_flags(args)
     found = ErrorText.read(read_text(args.file))
@@ -281,7 +281,7 @@ def _changes(words: Sequence[str]) -> dict[str, Any]:
 
 def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., None]) -> int:
     """Run the Case and print its Result; return the exit code."""
-    from attnlab.diagnosis.distinction import run_again
+    from attnlab.diagnosis.diagnosis import run_again
 
     lab = command.lab_of(args, on_step)
     result = lab.run(case)
@@ -301,7 +301,7 @@ def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., N
 
 
 def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) -> int:
-    from attnlab.lab.run import platforms_shown, stage_table, to_json
+    from attnlab.lab.lab import platforms_shown, stage_table, to_json
 
     platforms = platforms or platforms_shown(case)
     with progress("running the stages") as on_step:

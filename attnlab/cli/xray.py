@@ -140,8 +140,8 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None
-        from attnlab.diagnosis.location.lines import locate_lines
-        from attnlab.diagnosis.location.repair_check import with_confirmation
+        from attnlab.diagnosis.lines import locate_lines
+        from attnlab.diagnosis.repair_check import with_confirmation
 
         on_step("trial edits of the source")
         return found, with_confirmation(lab, case, locate_lines(lab, case, found))

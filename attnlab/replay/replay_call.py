@@ -20,8 +20,8 @@ from attnlab.case.errors import (
 )
 from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.candidates import correct_and_bound
 from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
-from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
 from attnlab.kernels.run_call import for_call, run_call
@@ -31,7 +31,7 @@ from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.problem import Problem, RowSlice
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import distance
+from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import Formats
 
 # Expected: the correct output of a call and its rounding bound, and how an output differs from it.

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import AttnLabError, check_installed
-from attnlab.case.lengths import Lengths
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes, write_text
 from attnlab.checker.case_run import run_case
@@ -25,8 +24,8 @@ from attnlab.checker.releases import STATES, Fault, OpRun, ReleaseTable, ranges
 from attnlab.checker.report import Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
-from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import ErrorMap, map_errors
 from attnlab.reports.pages import render_page
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import XRay, key_columns, law_points
@@ -384,10 +383,10 @@ def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> Error
     if finding.kind == "wrong_lse" and ran.lse is not None:
         expected, bound = lab.expected_lse(case)
         given = ran.lse[: len(expected), :, None]
-        return compare(given, expected[..., None], case.lengths, float(bound.max()), 0.0)
+        return map_errors(given, expected[..., None], case.lengths, float(bound.max()), 0.0)
     if finding.diagnosis == "both parts empty" and ran.padded is not None:
         rows = Lengths(query_lens=(len(ran.padded),), ctx_lens=(0,))
-        return compare(ran.padded, torch.zeros_like(ran.padded), rows, 0.0, 0.0)
+        return map_errors(ran.padded, torch.zeros_like(ran.padded), rows, 0.0, 0.0)
     call = lab.call(case)
     call.buffer.copy_(ran.output)
     case = case.replace(atol=None, rtol=0.0)

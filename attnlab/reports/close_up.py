@@ -28,11 +28,10 @@ from attnlab.diagnosis.refinement import can_xray
 from attnlab.kernels.control import uncontrolled
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
 from attnlab.kernels.triton.run_log import Budget, Region, TooLong, Watched, tensors_of
-from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
+from attnlab.lab.result import ErrorMap, Result
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 from attnlab.weights.conclude import xray as measure
 from attnlab.weights.xray import KeyColumns, XRay, key_columns
 

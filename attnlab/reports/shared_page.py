@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.lengths import Lengths
+from attnlab.case.case import Case, Lengths
 from attnlab.case.output_file import write_text
+from attnlab.case.platforms import STAGES
 from attnlab.case.shown import Shown
-from attnlab.case.stages import STAGES
 from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
+from attnlab.diagnosis.candidates import locate
 from attnlab.diagnosis.captured import problem_of
-from attnlab.diagnosis.cells import locate
 from attnlab.lab.decode_error import DecodedError
 from attnlab.reports.close_up import TracedRun, close_up, weights_only
 from attnlab.reports.pages import render_page

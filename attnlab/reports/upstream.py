@@ -342,7 +342,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "block_table_dtype": str(call.block_table.dtype).removeprefix("torch."),
         "seeds": [
             (case.seed << 24) + (salt << 20) for salt in range(3)
-        ],  # as attnlab.tensors.batch draws
+        ],  # as attnlab.tensors.cache draws
         "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
         "k_scale": case.k_scale,
         "v_scale": case.v_scale,

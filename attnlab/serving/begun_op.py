@@ -25,7 +25,7 @@ from attnlab.serving.slots import FollowedSlots
 from attnlab.tensors.cache import find_layout
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import has_scaled_output, in_numbers
-from attnlab.weights.rule import numbers
+from attnlab.weights.plan import numbers
 
 # Check the values of a call in place: some rows and heads against the reference, with the derived bound.
 

@@ -16,7 +16,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.captured import check_diagnosable, diagnose_captured, where_it_ran
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
-from attnlab.diagnosis.rules.outputs import scratch_defects
+from attnlab.diagnosis.output_rules import scratch_defects
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.tensors.call import KernelCall, Origin

@@ -14,7 +14,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, bind, evaluate
 from attnlab.lab.lab import Lab
-from attnlab.lab.rounding import Rounding
+from attnlab.lab.reference import Rounding
 from attnlab.library.op import Op, libraries, ops_of, package_of
 
 DECODE = """

@@ -51,14 +51,14 @@ def cell_text(case: Case, call: str, changes: Mapping[str, Any], **arguments: st
 def case_texts(case: Case) -> dict[str, str]:
     """Return the Case as JSON, a command line, a Python expression and a vLLM test id.
 
-    :func:`read_case` reads all but the expression, which starts from the nearest test id. The test id is ""
-    if it cannot express the Case.
+    :func:`read_case` reads all but the expression, which starts from the nearest test id. A text is "" if
+    it cannot express the Case: a test id of other fields, a command for a function of the notebook.
     """
     test_id, changes = nearest_id(case)
     arguments = "".join(f", {name}={value!r}" for name, value in changes.items())
     return {
         "JSON": json.dumps(case.changes()),
-        "command line": case.to_cli(),
+        "command line": "" if case.backend.startswith("__main__:") else case.to_cli(),
         "from a test id": f'Case.from_test_id("{test_id}"{arguments})',
         "test id": test_id if not changes else "",
     }
@@ -242,6 +242,10 @@ _TOOLTIPS = {
     "from a test id": "A Python expression: the nearest test of vLLM, and the fields that differ.",
     "test id": "The parameters of vLLM's test that runs this case, if there is one.",
 }
+_NO_TEXT = {
+    "command line": "a terminal cannot run a function of this notebook",
+    "test id": "no test of vLLM has these parameters",
+}
 _PASTE_TOOLTIP = "Set all controls from a test id, JSON or a command line of attnlab run."
 
 
@@ -255,6 +259,7 @@ class CaseTextBox:
             name: ipw.Textarea(tooltip=tooltip, rows=4 if name == "code" else 2, **shared)
             for name, tooltip in _TOOLTIPS.items()
         }
+        self.texts["code"].add_class("attnlab-code")
         self.pasted = ipw.Text(
             tooltip=_PASTE_TOOLTIP,
             placeholder="a test id, JSON or a command line, then Enter",
@@ -265,14 +270,14 @@ class CaseTextBox:
         self.pasted.observe(self._on_paste, "value")
         texts = [labelled(name, text) for name, text in self.texts.items()]
         content = ipw.VBox([labelled("paste", self.pasted), self.message, *texts])
-        self.widget = ipw.Accordion(children=[content], titles=["copy or paste a case as text"])
+        self.widget = ipw.Accordion(children=[content], titles=["copy as code, or paste a case"])
         self.widget.selected_index = None
         self.widget.add_class("attnlab-texts")
 
     def show(self, case: Case, code: str) -> None:
         """Show the Case as text; ``code`` is a cell with its explorer."""
         for name, text in {"code": code, **case_texts(case)}.items():
-            self.texts[name].value = text or "no test of vLLM has these parameters"
+            self.texts[name].value = text or _NO_TEXT[name]
 
     def _on_paste(self, change: Any) -> None:
         text = change["new"]

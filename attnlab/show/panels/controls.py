@@ -20,8 +20,7 @@ from attnlab.case.fields import BackendName, FieldType, Flag, Maybe, OneOf
 from attnlab.case.masks import MASK_DATA, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import OPS
-from attnlab.case.platforms import PLATFORMS
-from attnlab.case.stages import STAGES
+from attnlab.case.platforms import PLATFORMS, STAGES
 
 # One plain sentence for each choice of a field of a Case, shown in the tooltip of its control.
 

@@ -14,9 +14,8 @@ from attnlab.case.errors import AttnLabError
 from attnlab.contracts.slot_states import Slot, SlotMap
 from attnlab.kernels.backend import OnStep
 from attnlab.lab.cache_write import as_numbers, slot_order
-from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
+from attnlab.lab.result import ErrorMap, Result, map_errors
 from attnlab.show.sheets import html
 from attnlab.show.sheets.results import beyond_rounding, place_lines, rules_text
 
@@ -111,7 +110,7 @@ def compared(data: PanelData, lab: Lab, case: Case, on_step: OnStep) -> PanelDat
     if data.row_slots is None:
         bound = 2 * lab.bound(case, other.result.call)
     wide = data.got.to(torch.promote_types(data.got.dtype, torch.float32))
-    apart = compare(other.got, wide, errors.lengths, bound, 0.0, errors.heads, errors.rows)
+    apart = map_errors(other.got, wide, errors.lengths, bound, 0.0, errors.heads, errors.rows)
     return replace(data, other=other, difference=apart)
 
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import CAUSAL
 from attnlab.contracts.slot_states import NOT_READ, STATES
-from attnlab.lab.error_map import ErrorMap
+from attnlab.lab.result import ErrorMap
 from attnlab.show.panels import texts
 from attnlab.show.panels.rendering import (
     AxesTransform,
@@ -45,7 +45,7 @@ from attnlab.show.plots.errors import (
 )
 from attnlab.show.plots.weights import mask_codes, plot_mask
 from attnlab.tensors.cache import NOBODY
-from attnlab.tensors.case_visibility import longest_mask
+from attnlab.tensors.case_call import longest_mask
 
 # Frames: what a picture shows of any data, drawn once and kept as pixels.
 #

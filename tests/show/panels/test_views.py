@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.ops import OPS, VLLM_OPS, WRITE
-from attnlab.case.stages import STAGES
+from attnlab.case.platforms import STAGES
 from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.slot_states import SlotState, slot_map
 from attnlab.lab.lab import Lab

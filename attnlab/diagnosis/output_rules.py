@@ -8,27 +8,70 @@ from typing import Protocol
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, UNIFIED
+from attnlab.case.ops import DECODE_FWD, MERGE, UNIFIED, WRAPPER
 from attnlab.defects.edit import Compute, Defect
-from attnlab.diagnosis.rules.addresses import (
+from attnlab.diagnosis.address_rules import (
     FAMILY,
     LSE_TERMS,
-    OWN,
     ROW_TERMS,
     AddressRule,
     TensorMemory,
     Term,
+    address_of,
     memory_of,
     row_features,
     rules_of,
     sizes_of,
 )
-from attnlab.diagnosis.rules.divisions import Division, divisions
-from attnlab.diagnosis.rules.rule import ALL, parts_of, rows_of, text_of
+from attnlab.diagnosis.divisions import Division, divisions
 from attnlab.kernels.model import partials
 from attnlab.lab.problem import Predicted, Problem, RowSlice, all_rows, concatenate, scores_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import presented
+
+# Rows that one part of an op computes alone, so that a fault of the part concerns only them.
+
+ALL = ""
+DECODES = "for decodes"
+NO_CONTEXT = "for the last tokens, which have no context"
+
+
+def parts_of(problem: Problem) -> tuple[str, ...]:
+    """Return which rows a rule may concern alone, in words; "" are all.
+
+    chunked_prefill_paged_decode computes decodes in a kernel of its own. merge_attn_states copies the suffix
+    of the last tokens if its argument prefill_tokens_with_context says that they have no context.
+    """
+    names = {WRAPPER: (DECODES,), MERGE: (NO_CONTEXT,)}.get(problem.call.op, ())
+    masks = {name: rows_of(problem, name) for name in names}
+    return (ALL, *(name for name, rows in masks.items() if rows.any() and not rows.all()))
+
+
+def rows_of(problem: Problem, part: str) -> torch.Tensor:
+    """Return which rows belong to a part, [num_tokens] bool."""
+    rows, starts = torch.zeros(len(problem.call.query), dtype=torch.bool), problem.row_starts()
+    seqs = range(problem.num_seqs)
+    if part == DECODES:
+        chosen = [seq for seq in seqs if problem.is_decode(seq)]
+    elif part == NO_CONTEXT:
+        has_context = [problem.seq_len(seq) > problem.query_len(seq) for seq in seqs]
+        chosen = [seq for seq in seqs if not any(has_context[seq:])]
+    else:
+        chosen = list(seqs)
+    for seq in chosen:
+        rows[starts[seq] : starts[seq + 1]] = True
+    return rows
+
+
+def text_of(part: str, text: str) -> str:
+    """Return the text of a rule that concerns a part."""
+    return f"{part}, {text}" if part else text
+
+
+def is_about_part(name: str) -> bool:
+    """Answer whether the name of a rule says that it concerns a part, as :func:`text_of` writes it."""
+    return name.startswith((DECODES, NO_CONTEXT))
+
 
 MOST_ELEMENTS = 1 << 20  # of an output that is predicted as a whole
 _PARTS = ("prefix_output", "suffix_output", "prefix_lse", "suffix_lse")
@@ -57,7 +100,7 @@ class OutputRule:
             return right
         memory = TensorMemory.of(before, ROW_TERMS)
         features, sizes = features_of_rows(problem), _sizes(problem, memory)
-        to, own = (rule.address(ROW_TERMS, features, sizes) for rule in (self.rule, OWN))
+        to, own = (address_of(one, features, sizes) for one in (self.rule.terms, ROW_TERMS))
         is_moved = rows_of(problem, self.part)[:, None, None].expand_as(right.output)
         output = memory.after(right.output, to, own, is_moved)
         bound = memory.full(1e-30).after(right.bound, to, own, is_moved)
@@ -69,22 +112,23 @@ class MergeRule:
     """A merge reads one of its four inputs at wrong addresses, in the rows of a ``part``; or it weights its
     parts wrongly: ``kind`` is a key of ``MERGE_LAWS`` or ``_WEIGHTS_ADDED``."""
 
-    rule: AddressRule = OWN
+    rule: AddressRule | None = None
     part: str = ALL
     kind: str = ""
 
     @property
     def name(self) -> str:
         """Return a name for a rule about addresses; "" for another one."""
-        return "" if self.kind else text_of(self.part, self.rule.name)
+        return "" if self.rule is None else text_of(self.part, self.rule.name)
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
         right, shape = right_output(problem), problem.call.query.shape[:2]
         read = {}
         for name, one in _merge_memory(problem.call, problem).items():
-            rule = self.rule if name == self.rule.tensor else OWN
-            address = rule.address(one.terms, features_of_rows(problem), _sizes(problem, one))
+            is_wrong = self.rule is not None and name == self.rule.tensor
+            terms = self.rule.terms if self.rule and is_wrong else one.terms
+            address = address_of(terms, features_of_rows(problem), _sizes(problem, one))
             read[name] = one.read(address).double()
         lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
         parts = [read["prefix_output"], read["suffix_output"]]
@@ -219,14 +263,14 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule, str]]:
     others, parts = _other_strides(problem), parts_of(problem)
     for rule in rules_of("output", memory, _sizes(problem, memory), others):
         for part in parts:
-            yield OutputRule(rule, part), text_of(part, rule.text(ROW_TERMS))
+            yield OutputRule(rule, part), text_of(part, rule.text)
     if call.spec.merges:
         for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED):
             yield MergeRule(kind=kind), f"in the merge, {kind}"
         for name, one in _merge_memory(call, problem).items():
             for rule in rules_of(name, one, _sizes(problem, one), others):
                 for part in parts:
-                    yield MergeRule(rule, part), text_of(part, rule.text(one.terms))
+                    yield MergeRule(rule, part), text_of(part, rule.text)
 
 
 def computed(rule: WholeRule) -> Compute:
@@ -337,17 +381,17 @@ def _stored(
         strides={"stride 0": rows if is_merge else heads, "stride 1": 1},
     )
     features, factors = _features(problem), dict(memory.strides) | sizes_of(problem.call)
-    own = OWN.address(memory.terms, features, factors)
+    own = address_of(memory.terms, features, factors)
     outside, found = list[str](), list[str]()
     for rule in rules_of("lse", memory, factors):
-        to = rule.address(memory.terms, features, factors)
+        to = address_of(rule.terms, features, factors)
         inside = ((to >= 0) & (to < rows * heads)).expand(expected.shape)
         for part in parts_of(problem):
             is_moved = rows_of(problem, part)[:, None].expand(expected.shape)
             given, allowed = (memory.after(one, to, own, is_moved) for one in (expected, bound))
             if _is_same(values, given, allowed):
                 where = f" ({part})" if part else ""
-                found.append(rule.text(memory.terms).removeprefix("the log-sum-exp is ") + where)
+                found.append(rule.text.removeprefix("the log-sum-exp is ") + where)
                 if not bool((is_moved & inside).any()):
                     outside.append(f"written to {_ADDRESS} outside of its memory{where}")
     yield from dict.fromkeys(outside)
@@ -360,20 +404,20 @@ def _read(problem: Problem, values: torch.Tensor, bound: torch.Tensor) -> Iterat
     memory = {name: TensorMemory.of(getattr(parts, name), LSE_TERMS) for name in _LSES}
     features = _features(problem)
     right = {
-        name: one.read(OWN.address(one.terms, features, dict(one.strides))).double()
+        name: one.read(address_of(one.terms, features, one.strides)).double()
         for name, one in memory.items()
     }
     merged = torch.logaddexp(*right.values())
     for name, one in memory.items():
         factors = dict(one.strides) | sizes_of(problem.call)
         for rule in rules_of(name, one, factors):
-            read = one.read(rule.address(one.terms, features, factors)).double()
+            read = one.read(address_of(rule.terms, features, factors)).double()
             read = read.expand(values.shape)
             found = torch.logaddexp(*(right | {name: read}).values())
             for part in parts_of(problem):
                 given = torch.where(rows_of(problem, part)[:, None], found, merged)
                 if _is_same(values, given, bound.amax()):
-                    yield f"wrong: {text_of(part, rule.text(one.terms))}"
+                    yield f"wrong: {text_of(part, rule.text)}"
 
 
 def _is_same(values: torch.Tensor, given: torch.Tensor, bound: torch.Tensor) -> bool:
@@ -439,8 +483,8 @@ class ScratchRule:
         memory = _memory(problem, self.slots, problem.call.op)
         read = {}
         for name, numbers in found.numbers.items():
-            rule = self.rule if name in self.tensors else OWN
-            read[name] = self._through(memory[name], numbers, rule, problem)
+            terms = (self.rule if name in self.tensors else memory[name]).terms
+            read[name] = self._through(memory[name], numbers, terms, problem)
         output = _merged(read, found.count, problem.call.op)
         right = right_output(problem)
         size = output.abs().nan_to_num(0.0, 0.0, 0.0).amax(2, True).clamp(min=1)
@@ -448,14 +492,18 @@ class ScratchRule:
         return Predicted(output=output, bound=bound.expand_as(output))
 
     def _through(
-        self, memory: TensorMemory, numbers: torch.Tensor, rule: AddressRule, problem: Problem
+        self,
+        memory: TensorMemory,
+        numbers: torch.Tensor,
+        terms: tuple[Term, ...],
+        problem: Problem,
     ) -> torch.Tensor:
         """Return what is read after numbers were stored."""
         features = _scratch_features(problem, numbers.shape)
         sizes = dict(memory.strides) | sizes_of(problem.call)
         to, at = (
-            one.address(memory.terms, features, sizes).expand(numbers.shape)
-            for one in ((rule, OWN) if self.stored else (OWN, rule))
+            address_of(one, features, sizes).expand(numbers.shape)
+            for one in ((terms, memory.terms) if self.stored else (memory.terms, terms))
         )
         flat, to = memory.flat.clone(), to + memory.base
         inside = (to >= 0) & (to < len(flat)) & ~numbers.isnan()
@@ -500,7 +548,7 @@ def _scratch_rules_of(problem: Problem) -> Iterator[tuple[ScratchRule, str]]:
             sizes = dict(memory.strides) | sizes_of(problem.call)
             for rule in rules_of(name, memory, sizes):
                 for stored, verb in ((False, "are read at"), (True, "are stored at")):
-                    text = rule.text(memory.terms).replace("are read at", verb)
+                    text = rule.text.replace("are read at", verb)
                     if not stored and name in _UNSCALED and _is_one_address(rule, memory, problem):
                         text = f"{_UNSCALED[name]}; or, which no output distinguishes, {text}"
                     yield ScratchRule(rule, groups[name], stored, division, slots), text
@@ -510,9 +558,7 @@ def _is_one_address(rule: AddressRule, memory: TensorMemory, problem: Problem) -
     """Answer whether all parts of a row and head are read at one address, so that their factors are 1."""
     shape = torch.Size((*problem.call.query.shape[:2], 2, 1))
     sizes = dict(memory.strides) | sizes_of(problem.call)
-    at = rule.address(memory.terms, _scratch_features(problem, shape), sizes) + torch.zeros(
-        shape, dtype=torch.int64
-    )
+    at = address_of(rule.terms, _scratch_features(problem, shape), sizes).expand(shape)
     return bool((at[:, :, 0] == at[:, :, 1]).all())
 
 

@@ -5,6 +5,7 @@ block × stride 0 + KV head × stride 1 + d × stride 2 + offset × stride 3.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -13,7 +14,7 @@ from itertools import combinations
 import torch
 
 from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
-from attnlab.diagnosis.rules.divisions import divisions
+from attnlab.diagnosis.divisions import divisions
 from attnlab.kernels.triton.run_log import number_outside
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.tensors.cache import MOST_COPIED, to_flash
@@ -242,7 +243,9 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
 # compared with an output, and confirmed on further cases, as the catalogue's defects are.
 
 FAMILY = "addresses"
-SLOT, TRANSPOSED, LAYOUT = -2, -3, -4
+SLOT = (
+    -2
+)  # for the terms of the block and of the slot in it together, which a kernel may compute as one
 _OF_SLOT = ("block", "p % block_size")
 NOUNS = {
     "query": "queries",
@@ -262,119 +265,70 @@ NOUNS = {
 
 @dataclass(frozen=True, slots=True)
 class AddressRule:
-    """One changed term of the address of a tensor's elements.
+    """Wrong addresses of a tensor's elements: the sum of ``terms``, none of which are always the first one's.
 
-    - ``index``: which term; None if all terms are missing, so that the tensor's first element is read;
-      SLOT for the terms of the block and of the slot in it together, which a kernel may compute as one;
-      TRANSPOSED for the first two, as if the tensor had its first two dimensions exchanged; LAYOUT for
-      the strides of all terms, which are ``strides`` instead.
-    - ``feature``, ``stride``: what the term is instead; ``sign``: -1 if it is subtracted.
+    ``name``: no other rule has it. ``text``: the rule as a clause.
     """
 
     tensor: str
-    index: int | None
-    feature: str = "0"
-    stride: str = "1"
-    sign: int = 1
-    strides: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return a name that no other rule has."""
-        if self.index is None:
-            return f"{self.tensor} at 0"
-        if self.index == LAYOUT:
-            return f"{self.tensor} with {', '.join(self.strides)}"
-        return f"{self.tensor} term {self.index}: {self.sign} × {self.feature} × {self.stride}"
-
-    def address(
-        self, terms: tuple[Term, ...], features: Features, sizes: dict[str, int]
-    ) -> torch.Tensor:
-        """Return the wrong addresses, relative to the tensor's begin."""
-        if self.index is None:
-            return features["0"]
-        if self.index == TRANSPOSED:
-            (first, _), (second, _) = terms[:2]
-            inner = sizes["head_size"] if len(terms) > 2 else 1
-            found = features[second] * features[f"number of {first}"] + features[first]
-            return found * inner + (features["d"] if len(terms) > 2 else 0)
-        found = features["0"]
-        if self.index == LAYOUT:
-            terms = tuple(
-                (feature, to) for (feature, _), to in zip(terms, self.strides, strict=True)
-            )
-        if self.index == SLOT:
-            found = found + features[self.feature] * sizes[self.stride]
-        for i, (feature, stride) in enumerate(terms):
-            if self.index == SLOT and feature in _OF_SLOT:
-                continue
-            if i == self.index:
-                found = found + self.sign * features[self.feature] * sizes[self.stride]
-            else:
-                found = found + features[feature] * sizes[stride]
-        return found
-
-    def text(self, terms: tuple[Term, ...]) -> str:
-        """Return the rule as a clause."""
-        verb = "is written to" if self.tensor in ("output", "lse") else "are read at"
-        what = f"{NOUNS.get(self.tensor, self.tensor)} {verb} a wrong address"
-        if self.index is None:
-            return f"{what}: always that of the first element"
-        if self.index == TRANSPOSED:
-            first, second = (f"{feature}s" for feature, _ in terms[:2])
-            return f"{what}: as [{second}, {first}] in place of [{first}, {second}]"
-        if self.index == LAYOUT:
-            return f"{what}: {self._layout_text(terms)}"
-        feature, stride = _own_term(terms, self.index)
-        right = f"{_braced(feature)} × {stride}"
-        if self.feature == "0":
-            return f"{what}: the term {right} is missing"
-        if (self.feature, self.stride) == (feature, stride):
-            return f"{what}: the term {right} is subtracted"
-        factor = {"1": ""}.get(self.feature, f"{_braced(self.feature)} × ")
-        sign = "-" if self.sign < 0 else ""
-        return f"{what}: with {sign}{factor}{self.stride} in place of {right}"
-
-    def _layout_text(self, terms: tuple[Term, ...]) -> str:
-        """Return the strides of all terms in words."""
-        other = self.strides[0].removesuffix(" stride 0")
-        if other == _CONTIGUOUS:
-            return "as if the tensor were contiguous"
-        if other in NOUNS:
-            return f"with the strides of {NOUNS[other]}"
-        own = [stride for _, stride in terms]
-        pair = [one for one, new in zip(own, self.strides, strict=True) if one != new]
-        return f"{' and '.join(pair)} are exchanged"
+    name: str
+    text: str
+    terms: tuple[Term, ...]
 
 
-def _own_term(terms: tuple[Term, ...], index: int) -> Term:
-    """Return the term that a rule changes."""
-    if index != SLOT:
-        return terms[index]
-    return "slot", next(stride for feature, stride in terms if feature == _OF_SLOT[1])
+def address_of(terms: Iterable[Term], features: Features, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Return addresses relative to a tensor's begin.
+
+    A feature may be a product, "head × number of row"; a stride that begins with "-" is subtracted.
+    """
+    found = features["0"]
+    for feature, stride in terms:
+        size = -sizes[stride[1:]] if stride[0] == "-" else sizes[stride]
+        found = found + math.prod(features[part] for part in feature.split(" × ")) * size
+    return found
 
 
 def _braced(feature: str) -> str:
     return f"({feature})" if " " in feature else feature
 
 
+def _term_text(right: str, feature: str, stride: str) -> str:
+    """Return in words that a term has another feature or stride."""
+    if feature == "0":
+        return f"the term {right} is missing"
+    factor = {"1": ""}.get(feature, f"{_braced(feature)} × ")
+    return f"with {factor}{stride} in place of {right}"
+
+
 def rules_of(
-    tensor: str, memory: TensorMemory, sizes: dict[str, int], of_others: Iterable[str] = ()
+    tensor: str, memory: TensorMemory, sizes: Mapping[str, int], of_others: Iterable[str] = ()
 ) -> Iterator[AddressRule]:
     """Yield the rules of a tensor that differ by their numbers.
 
     ``sizes`` also has the strides; ``of_others`` are those of other tensors, which replace strides only.
     """
-    others = {*of_others, *memory.contiguous}
-    yield AddressRule(tensor, None)
-    if memory.terms in _TRANSPOSABLE:
-        yield AddressRule(tensor, TRANSPOSED)
-    for strides in _layouts(memory, sizes):
-        yield AddressRule(tensor, LAYOUT, strides=strides)
-    has_slots = {feature for feature, _ in memory.terms} >= set(_OF_SLOT)
-    for index in (*range(len(memory.terms)), *([SLOT] if has_slots else [])):
-        own, stride = _own_term(memory.terms, index)
-        seen = {(own, sizes[stride])}
+    verb = "is written to" if tensor in ("output", "lse") else "are read at"
+    what = f"{NOUNS.get(tensor, tensor)} {verb} a wrong address"
+    terms, others = memory.terms, {*of_others, *memory.contiguous}
+
+    def rule(name: str, text: str, *wrong: Term) -> AddressRule:
+        return AddressRule(tensor, f"{tensor} {name}", f"{what}: {text}", wrong)
+
+    yield rule("at 0", "always that of the first element")
+    if terms in _TRANSPOSABLE:
+        (first, _), (second, _) = terms[:2]
+        inner, last = ("head_size", (("d", "1"),)) if len(terms) > 2 else ("1", ())
+        text = f"as [{second}s, {first}s] in place of [{first}s, {second}s]"
+        turned = (f"{second} × number of {first}", inner), (first, inner)
+        yield rule("transposed", text, *turned, *last)
+    for strides, text in _layouts(memory, sizes):
+        pairs = zip(terms, strides, strict=True)
+        yield rule(f"with {', '.join(strides)}", text, *((one, to) for (one, _), to in pairs))
+    slot = [term for term in terms if term[0] in _OF_SLOT]
+    for index in (*range(len(terms)), *([SLOT] if len(slot) > 1 else [])):
+        own, stride = terms[index] if index != SLOT else ("slot", slot[1][1])
+        kept = [one for one in terms if one not in (slot if index == SLOT else [terms[index]])]
+        right, seen = f"{_braced(own)} × {stride}", {(own, sizes[stride])}
         options = [(feature, stride) for feature in INSTEAD.get(own, ())]
         options += [(own, other) for other in sizes if other != stride]
         options += [("1", other) for other in sizes if other not in others]
@@ -382,11 +336,15 @@ def rules_of(
             key = ("0", 0) if feature == "0" else (feature, sizes[other])
             if key not in seen:
                 seen.add(key)
-                yield AddressRule(tensor, index, feature, other)
-        yield AddressRule(tensor, index, own, stride, -1)
+                text = _term_text(right, feature, other)
+                yield rule(f"term {index}: 1 × {feature} × {other}", text, *kept, (feature, other))
+        text = f"the term {right} is subtracted"
+        yield rule(f"term {index}: -1 × {own} × {stride}", text, *kept, (own, f"-{stride}"))
 
 
-def _layouts(memory: TensorMemory, sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+def _layouts(
+    memory: TensorMemory, sizes: Mapping[str, int]
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield strides of all terms that differ in two at least: those of a contiguous tensor and of other
     tensors with as many dimensions, and two that are exchanged."""
     own = [stride for _, stride in memory.terms]
@@ -402,7 +360,14 @@ def _layouts(memory: TensorMemory, sizes: Mapping[str, int]) -> Iterator[tuple[s
         changed = sum(sizes[stride] != number for stride, number in zip(own, numbers, strict=True))
         if changed > 1 and numbers not in seen:
             seen.add(numbers)
-            yield tuple(strides)
+            other = strides[0].removesuffix(" stride 0")
+            pair = [one for one, new in zip(own, strides, strict=True) if one != new]
+            text = f"{' and '.join(pair)} are exchanged"
+            if other == _CONTIGUOUS:
+                text = "as if the tensor were contiguous"
+            elif other in NOUNS:
+                text = f"with the strides of {NOUNS[other]}"
+            yield tuple(strides), text
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +400,6 @@ class SharedRule:
 
 
 Rule = AddressRule | SharedRule
-OWN = AddressRule("", -1)  # changes no term
 _CACHES, _NEW = ("key_cache", "value_cache"), ("key", "value")
 
 
@@ -462,18 +426,18 @@ def address_defects(problem: Problem) -> list[Defect]:
         return []
     memory = memory_of(problem.call)
     found = [
-        _defect(rule.name, rule.text(one.terms), rule)
+        _defect(rule)
         for tensor, one in memory.items()
         for rule in rules_of(
             tensor, one, _sizes(problem.call, tensor), _of_others(problem.call, tensor)
         )
     ]
-    return found + [_defect(one.name, one.text, one) for one in shared_rules(memory)]
+    return found + [_defect(one) for one in shared_rules(memory)]
 
 
-def _defect(name: str, text: str, rule: Rule) -> Defect:
+def _defect(rule: Rule) -> Defect:
     compute, is_shown = changing_inputs(_change(rule)), partial(_is_shown, rule)
-    return Defect(family=FAMILY, name=name, text=text, compute=compute, is_shown=is_shown)
+    return Defect(family=FAMILY, name=rule.name, text=rule.text, compute=compute, is_shown=is_shown)
 
 
 def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
@@ -482,11 +446,9 @@ def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
     Without the term p // block_size of the block table, each key comes from one block. That needs a part of
     a sequence, however a kernel may divide it, in which the term has two values other than 0.
     """
-    if not isinstance(rule, AddressRule) or rule.tensor != "block_table":
-        return True
-    if rule.index is None or rule.index < 0 or rule.feature not in ("0", "1"):
-        return True
-    if TABLE_TERMS[rule.index][0] != "p // block_size":
+    features = {feature for feature, _ in rule.terms} if isinstance(rule, AddressRule) else set()
+    of_table = isinstance(rule, AddressRule) and rule.tensor == "block_table"
+    if not of_table or not features <= {"sequence", "0", "1"} or not features:
         return True
     size = problem.call.block_size
     return all(
@@ -602,8 +564,8 @@ def _address(
 ) -> torch.Tensor:
     """Return the addresses of a tensor's elements: wrong ones if the rule is about its terms."""
     if isinstance(rule, AddressRule) and rule.tensor == tensor:
-        return rule.address(memory.terms, features, _sizes(problem.call, tensor))
-    return OWN.address(memory.terms, features, dict(memory.strides))
+        return address_of(rule.terms, features, _sizes(problem.call, tensor))
+    return address_of(memory.terms, features, memory.strides)
 
 
 def _read_cache(

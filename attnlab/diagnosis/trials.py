@@ -29,9 +29,8 @@ from attnlab.kernels.triton.probe import LaunchLog, Line
 from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.run_log import TooLong
 from attnlab.kernels.triton.source_edits import Edit, edits
-from attnlab.lab.error_map import as_slice
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
+from attnlab.lab.result import Result, as_slice
 from attnlab.tensors.quantised import OUTPUT_SCALE
 
 # Edited kernels: the text of a kernel that ran, and its interpreted forms with edits.

@@ -25,11 +25,10 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.contracts.dispatch import decide
-from attnlab.diagnosis.access_check import lines_of
 from attnlab.diagnosis.claims import KernelLine, KernelLocation
-from attnlab.diagnosis.location.repair_check import is_right
-from attnlab.diagnosis.location.trials import COSTS, FULL, Limit, Repair, Trials, target_of
+from attnlab.diagnosis.repair_check import is_right
 from attnlab.diagnosis.reruns import second_case
+from attnlab.diagnosis.trials import COSTS, FULL, Limit, Repair, Trials, target_of
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import uncontrolled
 from attnlab.kernels.triton.kernel_text import (
@@ -52,6 +51,11 @@ from attnlab.weights.xray import XRay
 # Lines of a kernel that access memory outside its tensors, and what feeds their addresses.
 
 _MOST_STEPS = 3  # of the data flow to the access
+
+
+def lines_of(texts: Iterable[str]) -> set[str]:
+    """Return the lines, "file:line", of texts of bad accesses."""
+    return {text.split()[0] for text in texts}
 
 
 def lines_of_accesses(trials: Trials, outside: Iterable[str]) -> list[tuple[Line, str, str]]:

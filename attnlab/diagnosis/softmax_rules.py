@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from attnlab.defects.edit import Compute, Defect, Rows
-from attnlab.diagnosis.rules.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
+from attnlab.diagnosis.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of
 
 ALL_KEYS = 1 << 40  # more keys than any sequence has
@@ -99,22 +99,7 @@ class SoftmaxLaw:
 
         One about earlier tiles needs a part with two tiles: with sinks, it changes the first tile, too.
         """
-        others = SoftmaxLaw(
-            rescale_sum=self.rescale_sum,
-            rescale_output=self.rescale_output,
-            keep_sum=self.keep_sum,
-            keep_output=self.keep_output,
-            sum_minus=self.sum_minus,
-            output_minus=self.output_minus,
-            of_tile=self.of_tile,
-            sum_is_one=self.sum_is_one,
-            output_is_one=self.output_is_one,
-            scaled_sum=self.scaled_sum,
-            scaled_output=self.scaled_output,
-            spares_first=self.spares_first,
-            by_sums=self.by_sums,
-        )
-        if others == _RIGHT:
+        if all(getattr(self, name) == getattr(_RIGHT, name) for name in _OF_EARLIER_TILES):
             return True
         return any(
             self.loop in (None, loop)
@@ -297,6 +282,11 @@ def _exp(difference: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 _RIGHT = SoftmaxLaw()  # of the tiles of other loops
+_OF_EARLIER_TILES = (
+    *("rescale_sum", "rescale_output", "keep_sum", "keep_output", "sum_minus", "output_minus"),
+    *("of_tile", "sum_is_one", "output_is_one", "scaled_sum", "scaled_output", "spares_first"),
+    "by_sums",
+)
 
 
 # Rules about scores that are wrong in one of two loops: over the context, or over the new tokens.

@@ -20,8 +20,8 @@ from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.trials import Repair
 from attnlab.diagnosis.reruns import further_cases, nearby_cases
+from attnlab.diagnosis.trials import Repair
 from attnlab.kernels.child_process import can_copy, fork, run_in_copy
 from attnlab.kernels.control import rows_equal, uncontrolled
 from attnlab.kernels.triton.interpreter import cores
@@ -90,7 +90,7 @@ _LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": Non
 _OBSERVER = "_attnlab_condition"
 _SENT = ("source", "cases", "only_finite", "is_stated", "untouched")  # of a claim, to this process
 _GRACE_S = 15.0  # that the search may take longer than its limit: one run
-# Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.location.lines).
+# Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.lines).
 _MOST_OPERATIONS, _MOST_RUN_S = 2_000_000, 10.0
 
 
