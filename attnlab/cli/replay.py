@@ -16,7 +16,7 @@ from attnlab.cli import command
 from attnlab.cli.command import notice, print_json, progress, put, runs, show
 from attnlab.cli.releases import ops_of_releases
 from attnlab.library.op import package_of
-from attnlab.serving.plugin import (
+from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
     parse_count,

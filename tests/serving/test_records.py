@@ -20,14 +20,14 @@ from attnlab.serving.capture_state import (
     Tally,
     read_records,
 )
-from attnlab.serving.plugin import (
+from attnlab.serving.report import read_report, with_diagnoses
+from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
     parse_count,
     parse_range,
     parse_share,
 )
-from attnlab.serving.report import read_report, with_diagnoses
 from attnlab.tensors.call import KernelCall, Origin
 
 
