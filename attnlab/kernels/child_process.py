@@ -1,9 +1,8 @@
-"""End a child process when its parent ends, however the parent ends; end a process with its descendants.
+"""End a child process when its parent ends, however the parent ends.
 
 python child_process.py PARENT COMMAND…   run a command that ends with the process PARENT
 """
 
-import contextlib
 import ctypes
 import math
 import multiprocessing
@@ -17,7 +16,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 # A forked child could not use a GPU that its parent uses, nor torch's threads.
@@ -220,52 +218,6 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_INTERVAL_S)
     os._exit(1)
-
-
-# End a process and all processes that descend from it.
-
-_LIMIT_S = 1.0
-
-
-def end_tree(root: int, proc: Path = Path("/proc")) -> None:
-    """Kill a process and its descendants, the descendants first."""
-    end_descendants(root, proc)
-    _kill(root)
-
-
-def end_descendants(root: int, proc: Path = Path("/proc")) -> None:
-    """Kill the descendants of a process.
-
-    None escapes if ``root`` adopts orphans (PR_SET_CHILD_SUBREAPER). Without ``/proc`` none is found.
-    """
-    end = time.monotonic() + _LIMIT_S
-    while time.monotonic() < end:
-        found = descendants(root, proc)
-        if not found:
-            break
-        for process in found:
-            _kill(process)
-        time.sleep(0.01)
-
-
-def descendants(root: int, proc: Path = Path("/proc")) -> set[int]:
-    """Return the processes below ``root`` that have not ended."""
-    parents = dict[int, int]()
-    for entry in proc.iterdir() if proc.is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-    found, new = set[int](), {root}
-    while new:
-        new = {child for child, parent in parents.items() if parent in new} - found
-        found |= new
-    return found
-
-
-def _kill(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -495,7 +495,7 @@ TONES: dict[str, Tone] = {
 _COLUMNS = ("target", "kernels", "verdict", "beyond rounding", "largest error", "recorded bits")
 
 
-def replays_sheet(one: Replays) -> Sheet:
+def replays(one: "Replays") -> Sheet:
     """Return what each backend made of a call, one row each."""
     tone: Tone = "good" if one.exit_code == 0 else "bad" if one.exit_code == 1 else "warn"
     facts: list[tuple[str, str]] = [("op", one.op), ("recorded on", one.origin)]
@@ -517,7 +517,7 @@ def replays_sheet(one: Replays) -> Sheet:
     )
 
 
-def _row(one: Replay) -> Row:
+def _row(one: "Replay") -> Row:
     verdict = Words(one.status, TONES[one.status])
     kernels = "" if one.backend == one.target else one.backend  # a function's name is both
     if one.error is None:
@@ -534,7 +534,7 @@ def beyond_text(error: Difference) -> str:
     return f"{error.elements} of {error.total}, in {error.rows} of {error.num_rows} rows"
 
 
-def bits_text(found: Difference | None) -> str:
+def bits_text(found: "Difference | None") -> str:
     """Return how an output agrees with the recorded one."""
     if found is None:
         return "unknown"

@@ -30,7 +30,15 @@ from attnlab.replay.parts import (
     with_sequences,
     without_tokens,
 )
-from attnlab.replay.replay_call import MISMATCH, REJECTED, TONES, UNSTABLE, Ran, expected_of, run_on
+from attnlab.replay.replay_call import (
+    MISMATCH,
+    REJECTED,
+    TONES,
+    UNSTABLE,
+    Ran,
+    expected_of,
+    run_on,
+)
 from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Words
 from attnlab.tensors.call import KernelCall
 
@@ -473,7 +481,7 @@ def shrink_call(
     return shrink(call, judge, seconds=seconds)
 
 
-def shrunk_sheet(one: Shrunk) -> Sheet:
+def shrunk(one: Shrunk) -> Sheet:
     """Return the sizes of a call before and after shrinking, and the steps."""
     rows: list[Row] = [[name, size, one.after[name]] for name, size in one.before.items()]
     first, *others = one.sentences()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable, check_installed
-from attnlab.kernels.child_process import end_tree, run_in_child
+from attnlab.kernels.child_process import run_in_child
 from attnlab.tasks import ray_driver as driver
 from attnlab.tasks.local import Pool, Slot
 from attnlab.tasks.ray_actor import PickledJob
@@ -113,7 +113,7 @@ class RayEngine(Pool[RaySlot]):
     def close(self) -> None:
         """End the actors, and the local cluster if there is one; wait until they have ended."""
         if self._process.is_alive() and self._is_local and sys.platform == "linux":
-            end_tree(self._process.pid or 0)
+            driver.end_tree(self._process.pid or 0)
         elif self._process.is_alive():
             self.send(driver.CLOSE)
             self._process.join(_CLOSE_LIMIT_S)

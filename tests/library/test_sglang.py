@@ -45,8 +45,8 @@ def extend_attention_fwd(q_extend, k_extend, v_extend, o_extend, k_buffer, v_buf
     for i in range(len(qo_indptr) - 1):
         new = slice(qo_indptr[i], qo_indptr[i + 1])
         old = kv_indices[kv_indptr[i] : kv_indptr[i + 1]]
-        key = torch.cat([k_buffer[old], k_extend[new]])
-        value = torch.cat([v_buffer[old], v_extend[new]])
+        key = torch.cat([k_buffer[old].float() * k_scale, k_extend[new].float()])
+        value = torch.cat([v_buffer[old].float() * v_scale, v_extend[new].float()])
         at = torch.arange(len(old), len(key))[:, None]
         seen = at >= torch.arange(len(key)) if is_causal else torch.ones(len(at), len(key), dtype=bool)
         if custom_mask is not None:

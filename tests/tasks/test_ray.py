@@ -18,8 +18,8 @@ from helpers.shards import sharded, without_times
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.checker.plan import Plan
 from attnlab.checker.report import check_library
-from attnlab.kernels.child_process import end_tree
 from attnlab.tasks.local import LocalEngine
+from attnlab.tasks.ray_driver import end_tree
 from attnlab.tasks.run import find_engine
 from attnlab.tasks.task import Task
 
