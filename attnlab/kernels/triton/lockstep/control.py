@@ -160,8 +160,8 @@ def split(values: Any) -> Diverged:
 
 
 def truth(value: Any) -> Any:
-    """Return whether a condition holds: a bool, or (P,) bool if active programs differ."""
-    data = scalars(value)
+    """Return whether a condition holds: a bool, or (P,) bool if programs of the batch that runs differ."""
+    data = scalars(value) if _RUNNING else None
     if data is None:
         return bool(value)
     found = data != 0
@@ -285,7 +285,11 @@ def _under(mask: Any, function: Callable[[], Any]) -> Any:
         batch.active = outer
 
 
+# ``and``, ``or`` and chained comparisons, also of a program that runs alone.
+
+
 def _is_block(value: Any) -> bool:
+    """Answer whether a value is a block of Triton, not a scalar or a constant."""
     return bool(getattr(getattr(value, "type", None), "is_block", bool)())
 
 
@@ -409,10 +413,10 @@ def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> 
 
 def _as_integers(value: Any, like: Any) -> Any:
     """Return integers of 32 or 64 bits as those of ``like``, or None if these cannot have them."""
-    handles = [getattr(one, "handle", None) for one in (value, like)]
-    if None in handles or value.type == like.type:
+    mine, theirs = getattr(value, "handle", None), getattr(like, "handle", None)
+    if mine is None or theirs is None or value.type == like.type:
         return None
-    data, other = (handle.data for handle in handles)
+    data, other = mine.data, theirs.data
     is_integer = {data.dtype, other.dtype} == {np.dtype(np.int32), np.dtype(np.int64)}
     if not is_integer or value.shape != like.shape:
         return None
@@ -420,7 +424,7 @@ def _as_integers(value: Any, like: Any) -> Any:
     if not (own == data).all():
         return None
     tl = running().interpreter.tl
-    return tl.tensor(running().interpreter.TensorHandle(own, handles[1].dtype), like.type)
+    return tl.tensor(running().interpreter.TensorHandle(own, theirs.dtype), like.type)
 
 
 def _of_part(batch: Batch, mask: Any, part: Part, variables: Mapping[str, Any]) -> Any:
