@@ -392,7 +392,7 @@ _OF_TRTLLM = (
 )  # fmt: skip
 
 
-def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
+def read_dense(arguments: dict[str, Any], reading: Reading) -> None:
     """View each batch element as a sequence with one block that holds all its keys.
 
     A mask is what is added to the scores; of one that differs between heads, each head is a sequence.
@@ -422,6 +422,7 @@ def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
         reading.unmodelled.append("is_causal with more rows than keys")
     index = {"dtype": torch.int32, "device": query.device}
     reading.fields = {
+        **{name: reading.fields[name] for name in _OF_SCORES if name in reading.fields},
         "query": query.transpose(1, 2).reshape(batch * rows, heads, size),
         "key_cache": key,
         "value_cache": value,
@@ -443,6 +444,7 @@ def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
     reading.result = result
 
 
+_OF_SCORES = ("softcap", "sinks", "alibi_slopes", "sliding_window")
 _MOST_OF_MASK = 1 << 26  # elements that are copied
 
 
@@ -461,19 +463,42 @@ def _flex(arguments: dict[str, Any], reading: Reading) -> None:
     if blocks is not None:
         some = blocks.kv_num_blocks.shape[:2]
         mask = _added(_of_indices(blocks.mask_mod, (*some, *shape[2:]), where))
+    softcap = 0.0
     if score_mod is not None:
-        zero, one = (
-            _of_indices(score_mod, shape, where, score=torch.full(shape, number, device=where))
-            for number in (0.0, 1.0)
-        )
-        more = (one - zero).masked_fill(zero == -torch.inf, 1.0)
-        if not torch.allclose(more, torch.ones_like(more), atol=1e-5):
-            reading.why_not = "score_mod does more than add to a score"
+        found = {
+            number: _of_indices(score_mod, shape, where, score=torch.full(shape, number, device=where))
+            for number in (0.0, *_SCORES, _FAR)
+        }
+        cap = float(found[_FAR].max()) if found[_FAR].numel() else 0.0
+        if _is_score(found, lambda score: score + found[0.0]):
+            mask = found[0.0] if mask is None else found[0.0] + mask
+        elif 0 < cap < _FAR and _is_score(found, lambda score: cap * (score / cap).tanh()):
+            softcap = cap
+        else:
+            reading.why_not = "score_mod does more than add to a score or cap it"
             return
-        mask = zero if mask is None else zero + mask
     for name in ("score_mod", "block_mask"):
         reading.unknown.pop(name, None)
-    _sdpa({**arguments, "attn_mask": mask}, reading)
+    read_dense({**arguments, "attn_mask": mask}, reading)
+    reading.fields["softcap"] = softcap
+
+
+_SCORES, _FAR = (1.0, -3.0), 1e9  # scores for which a score_mod is evaluated
+
+
+def _is_score(
+    found: Mapping[float, torch.Tensor], score_of: Callable[[torch.Tensor], torch.Tensor]
+) -> bool:
+    """Answer whether a score_mod is what ``score_of`` says, for every score but those of hidden keys."""
+    hidden = found[0.0] == -torch.inf
+    return all(
+        torch.allclose(
+            found[score].masked_fill(hidden, 0.0),
+            score_of(torch.full_like(found[score], score)).masked_fill(hidden, 0.0),
+            atol=1e-5,
+        )
+        for score in _SCORES
+    )
 
 
 def _of_indices(
@@ -521,7 +546,7 @@ _OTHERS: tuple[Row, ...] = (
         (module, "trtllm_batch_decode_with_kv_cache_mla", UNIFIED, "flash", _latent, _OF_LATENT)
         for module in ("flashinfer.mla", "flashinfer.decode")
     ),
-    ("torch.nn.functional", SDPA, UNIFIED, "HND", _sdpa, ("enable_gqa",)),
+    ("torch.nn.functional", SDPA, UNIFIED, "HND", read_dense, ("enable_gqa",)),
     (
         "torch.nn.attention.flex_attention",
         "flex_attention",
@@ -726,7 +751,7 @@ def _dense(arguments: dict[str, Any], reading: Reading) -> None:
     given = dict(zip(("query", "key", "value"), tensors, strict=True))
     rest = {"is_causal": fields.get("causal"), "scale": fields.get("sm_scale")}
     mask = arguments.get("attn_mask")
-    _sdpa({**given, **rest, "attn_mask": mask}, reading)
+    read_dense({**given, **rest, "attn_mask": mask}, reading)
     reading.dims = tensors[0].dim()
     if mask is None:
         reading.guessed = ("order",) if rest["is_causal"] is not None else ("order", "causal")
@@ -763,7 +788,7 @@ def _tokens_first(reading: Reading) -> Reading:
     first = {name: one.transpose(1, 2) for name, one in {"query": query, **both}.items()}
     # one row of each head counts as causal, with heads first
     causal = given["causal"] and "causal" not in reading.guessed
-    _sdpa({**first, "is_causal": causal, "scale": given["sm_scale"]}, other)
+    read_dense({**first, "is_causal": causal, "scale": given["sm_scale"]}, other)
     if "output" in given:
         other.fields["output"] = rows(given["output"]).flatten(0, 1)
     of_heads_first = other.result
