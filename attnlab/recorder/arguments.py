@@ -467,12 +467,16 @@ def no_change(arguments: dict[str, Any], reading: Reading) -> None:
     """Change nothing."""
 
 
+LAUNCH = "a launch of"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
     """A function whose calls are recorded.
 
     - ``module``, ``function``: where it is defined; "Class.method" for a method.
     - ``is_plan``: the call is not recorded. Its arguments complete those of later calls of the same object.
+    - ``is_launch``: it launches a kernel of Triton, which may be attention.
     - ``op``: the op of :data:`attnlab.case.ops.OPS` that describes its arguments; None chooses by the
       layout of the cache. ``layout``: that of its cache, None to find it by the shapes.
     - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
@@ -494,11 +498,13 @@ class RecordedOp:
     is_guess: bool = False
     is_dense: bool = False
     is_plan: bool = False
+    is_launch: bool = False
 
     @property
     def name(self) -> str:
-        """Return "module.function"."""
-        return f"{self.module}.{self.function}"
+        """Return "module.function", of a kernel of Triton as a launch."""
+        name = f"{self.module}.{self.function}"
+        return f"{LAUNCH} {name}" if self.is_launch and self.is_guess else name
 
     def read(self, arguments: dict[str, Any]) -> Reading:
         """Return what the arguments hold; ``why_not`` says what they lack of attention or a cache write."""

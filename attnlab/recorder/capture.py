@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -26,7 +26,7 @@ from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.run_call import backend_of_origin
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.recorder.arguments import (
-    Bind,
+    BoundArguments,
     Reading,
     RecordedOp,
     binder,
@@ -37,8 +37,10 @@ from attnlab.recorder.arguments import (
 from attnlab.recorder.chains import follow, reading_of, readings_of
 from attnlab.recorder.failing_side import CHAIN, Comparison
 from attnlab.recorder.ops import (
+    arguments_of_launch,
     copy_write,
     copy_written,
+    op_of_launch,
     recorded_ops,
     signature_of,
     write_of_reading,
@@ -284,7 +286,9 @@ class Capture:
                 reading.fields = fields
                 origin = dataclasses.replace(self.origin, op=f"{CHAIN} in {chain.place}")
                 self.chains.append(
-                    Recorded(reading=reading, op=UNIFIED, layout="HND", origin=origin, is_guess=True)
+                    Recorded(
+                        reading=reading, op=UNIFIED, layout="HND", origin=origin, is_guess=True
+                    )
                 )
         except Exception as error:
             self._failed(CHAIN, error)
@@ -307,33 +311,59 @@ class Capture:
 
         @functools.wraps(original)
         def recording(*args: Any, **kwargs: Any) -> Any:
-            is_op = not self._is_active or getattr(_inside, "is_op", False)
-            if is_op or torch.compiler.is_compiling():
+            if not self._is_recording():
                 return original(*args, **kwargs)
-            before = self._before(op, bind, args, kwargs)
+            before = self._before(op, lambda: bind(args, kwargs))
             if before is not None:
                 before.function = None if op.is_dense or "." in op.function else original
-            in_torch = op.is_guess and op.is_dense
-            with not_recording(but_chains=in_torch), noting_bfloat16() as undecided:
-                try:
-                    result = original(*args, **kwargs)
-                except Exception as error:
-                    self._after(before, None, f"{type(error).__name__}: {error}")
-                    raise
-            if before is not None and undecided:
-                before.origin = dataclasses.replace(before.origin, backend=STOCK_BFLOAT16)
-            self._after(before, result, "")
-            return result
+            is_in_torch = op.is_guess and op.is_dense
+            return self._called(before, lambda: original(*args, **kwargs), is_in_torch)
 
-        return recording
+        @functools.wraps(original)
+        def launching(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            def launch() -> Any:
+                return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-    def _before(self, op: RecordedOp, bind: Bind, args: Any, kwargs: Any) -> Recorded | None:
+            found = None if warmup or not self._is_recording() else op_of_launch(kernel.fn)
+            if found is None:
+                return launch()
+            one, names = found
+            before = self._before(one, lambda: arguments_of_launch(kernel, names, args, kwargs))
+            return self._called(before, launch, written=True)
+
+        return launching if op.is_launch else recording
+
+    def _is_recording(self) -> bool:
+        """Answer whether a call is recorded: one of another op, and compiled code, is not."""
+        is_op = not self._is_active or getattr(_inside, "is_op", False)
+        return not is_op and not torch.compiler.is_compiling()
+
+    def _called(
+        self,
+        before: Recorded | None,
+        original: Callable[[], Any],
+        is_in_torch: bool = False,
+        written: bool = False,
+    ) -> Any:
+        """Make a call, and record what it wrote. ``written``: it writes its output, whatever it returns."""
+        with not_recording(but_chains=is_in_torch), noting_bfloat16() as undecided:
+            try:
+                result = original()
+            except Exception as error:
+                self._after(before, None, f"{type(error).__name__}: {error}")
+                raise
+        if before is not None and undecided:
+            before.origin = dataclasses.replace(before.origin, backend=STOCK_BFLOAT16)
+        self._after(before, None if written else result, "")
+        return result
+
+    def _before(self, op: RecordedOp, arguments: Callable[[], BoundArguments]) -> Recorded | None:
         """Return the call with copies of its inputs, or None if it is not recorded."""
         try:
             with torch.no_grad(), not_recording():
                 if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
-                bound = bind(args, kwargs)
+                bound = arguments()
                 if op.is_plan:
                     keep_plan(bound)
                     return None

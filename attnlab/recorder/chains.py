@@ -1,13 +1,13 @@
 """Attention that is written out in torch, softmax(q @ k.T) @ v: recorded as one call, with its weights.
 
-Products, and what is made of them, are followed by :class:`attnlab.recorder.patches.Watch`. A product whose first
-factor is the exponential, or the softmax, of another product of two tensors is attention.
+Products, and what is made of them, are followed by :class:`attnlab.recorder.patches.Watch`. A product whose
+first factor is the exponential, or the softmax, of another product of two tensors is attention.
 """
 
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ from attnlab.recorder.patches import note_of, set_note
 
 _EXPONENTIALS = ("softmax", "exp", "exp_", "exp2", "exp2_")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm")
-_ROWS, _KEYS, _SIZE = "row", "key", "size"  # dimensions of a product; the others are those of its batch
+_ROWS, _KEYS, _SIZE = (
+    "row",
+    "key",
+    "size",
+)  # dimensions of a product; the others are those of its batch
 _NOISE = 1e-3  # of scores that are equal but for rounding
 
 
@@ -198,21 +202,31 @@ def readings_of(reading: Reading) -> Iterator[Reading]:
         yield from other_readings(shared)
     scale, bias = _of_weights(query, key, reading.weights)
     yield _read_as(
-        reading, "the scale and the mask of its weights", query, key, value, scale=scale, attn_mask=bias
+        reading,
+        "the scale and the mask of its weights",
+        query,
+        key,
+        value,
+        scale=scale,
+        attn_mask=bias,
     )
 
 
 def _of_window(reading: Reading) -> Iterator[Reading]:
     """Yield a call with an unknown argument for a window as one of so many keys, and of one key more."""
     for name, value in reading.unknown.items():
-        if "window" in name and type(value) is int and value > 0 and reading.fields.get("causal", 1):
-            for keys in (value, value + 1):
-                yield dataclasses.replace(
-                    reading,
-                    fields={**reading.fields, "sliding_window": keys},
-                    unknown={one: given for one, given in reading.unknown.items() if one != name},
-                    read_as=[*reading.read_as, f"{name}={value} as {keys} keys, the row's own included"],
-                )
+        if "window" not in name or type(value) is not int or not reading.fields.get("causal", True):
+            continue
+        unknown = {one: given for one, given in reading.unknown.items() if one != name}
+        is_none = value < 1 or value >= int(reading.fields["seq_lens"].max())
+        for keys in (0,) if is_none else (value, value + 1):
+            text = [f"{name}={value} as {keys} keys, the row's own included"] if keys else []
+            yield dataclasses.replace(
+                reading,
+                fields={**reading.fields, "sliding_window": keys},
+                unknown=unknown,
+                read_as=[*reading.read_as, *text],
+            )
 
 
 def _dense_parts(reading: Reading) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_r
 from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
+from attnlab.recorder.arguments import LAUNCH
 from attnlab.recorder.patches import Function, Patches, note_of, set_note
 from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
@@ -211,7 +212,9 @@ def _numpy_allclose(
     return _assert_close(torch.as_tensor(actual), torch.as_tensor(desired), rtol=rtol, atol=atol)
 
 
-def _numpy_close(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, *_: Any, **__: Any) -> Compared:
+def _numpy_close(
+    a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, *_: Any, **__: Any
+) -> Compared:
     """Return what numpy.allclose compares."""
     return _numpy_allclose(a, b, rtol, atol)
 
@@ -223,7 +226,7 @@ _READERS: dict[str, dict[str, Callable[..., Compared]]] = {
     "numpy.testing": {"assert_allclose": _numpy_allclose},
     "numpy.testing._private.utils": {"assert_allclose": _numpy_allclose},
 }
-# Functions and methods of torch: comparisons, and sizes of a difference, of two tensors or of their difference.
+# Functions and methods of torch: comparisons, and sizes of a difference.
 _COMPARED_BY: dict[str, Callable[..., Compared]] = {
     "allclose": _allclose, "isclose": _allclose, "equal": _equal,
 }  # fmt: skip
@@ -535,18 +538,22 @@ def judge(
         if side == "the kernel" and _is_at_bottom_right(call, own):
             side = "the test's arguments"
             evidence += f"; the output is exact {_BOTTOM_RIGHT}"
-    name = call.origin.op or ""
-    if side == "the kernel" and name.startswith(UNRECORDED):
-        side = "the kernel, or its arguments"
-    if side == "the expected value" and name.startswith(TORCHS):
-        side = "the expected value, or the arguments"
     return Judgement(
-        side=side,
+        side=_or_arguments(side, call.origin.op or ""),
         evidence=evidence,
         diagnosis=diagnosis,
         comparison=comparison,
         read_as=call.read_as,
     )
+
+
+def _or_arguments(side: str, op: str) -> str:
+    """Return a side of a call whose arguments nobody checked, or which the test computes."""
+    if side == "the kernel" and op.startswith(UNRECORDED):
+        return "the kernel, or its arguments"
+    if side == "the expected value" and op.startswith((*TORCHS, LAUNCH)):
+        return "the expected value, or the arguments"
+    return side
 
 
 _BOTTOM_RIGHT = (
@@ -577,9 +584,10 @@ def _of_expected(call: KernelCall, comparison: Comparison) -> str:
         return ""
     expected = match.spread(comparison.expected, _rest(call, match)).to(call.buffer.dtype)
     found = _diagnosis(dataclasses.replace(call, output=expected))
-    if found is None or found.status not in ("explained", "described"):
+    if found is None or found.status not in ("explained", "ambiguous", "described"):
         return ""
-    text = found.conclusion if found.cause is None else found.cause.text
+    names = [one.text for one in found.explanations[:_MOST_CAUSES]]
+    text = " or ".join(names) if found.status != "described" else found.conclusion
     return f"; in the expected value, {text}"
 
 
@@ -596,15 +604,16 @@ def agrees(call: KernelCall, comparison: Comparison, *, exactly: bool) -> bool:
 UNRECORDED = "code that was not recorded"
 CHAIN = "softmax(q @ k.T) @ v"
 TORCHS = ("torch.", CHAIN)  # attention whose arguments a test computes: they are as likely wrong
+_MOST_CAUSES = 2  # in a text
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def stand_in(call: KernelCall, comparison: Comparison) -> KernelCall | None:
     """Return an exact call with the other output of a comparison, that of code that was not recorded.
 
-    ``comparison.expected`` must be the call's output. The other output is taken to be rounded as the narrowest
-    dtype that holds the arguments rounds: a test converts them for its reference. None if the call is not
-    exact, or if a GPU may have rounded float32 as TF32.
+    ``comparison.expected`` must be the call's output. The other output is taken to be rounded as the
+    narrowest dtype that holds the arguments rounds: a test converts them for its reference. None if the
+    call is not exact, or if a GPU may have rounded float32 as TF32.
     """
     match, found = match_of(call, comparison.expected), _diagnosis(call)
     if match is None or not match.is_whole or found is None or found.status != "nothing wrong":

@@ -21,8 +21,10 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.kernels.child_process import can_copy, run_in_copy
 from attnlab.kernels.triton.interpreter import limit_processes
+from attnlab.recorder.arguments import LAUNCH
 from attnlab.recorder.capture import Recorded, from_here, not_recording
 from attnlab.recorder.failing_side import (
+    CHAIN,
     TORCHS,
     UNRECORDED,
     Comparison,
@@ -137,7 +139,8 @@ def _fill(
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
     if judgement is not None and one.is_guess and not _confirms_reading(judgement):
-        report.add("not decided", _NOT_CONFIRMED if one.is_chain else _NO_ATTENTION.format(one.kernel))
+        is_named = not (one.origin.op or "").startswith((CHAIN, LAUNCH))
+        report.add("not decided", _NO_ATTENTION.format(one.kernel) if is_named else _NOT_CONFIRMED)
         judgement = None
     found = None
     if judgement is not None:
@@ -171,8 +174,8 @@ def _as_meant(
 ) -> tuple[Recorded, Comparison | None]:
     """Return a call that nobody said is attention in the first reading that the test's values agree with.
 
-    That is one for which the expected value is exact, or else one for which the output is. Without one, return
-    the call of a known function that the test compares, or else the call as it is.
+    That is one for which the expected value is exact, or else one for which the output is. Without one,
+    return the call of a known function that the test compares, or else the call as it is.
     """
     known = [call for call in recorded if not call.is_guess]
     chains = [call for call in recorded if call.is_chain and call is not one]
@@ -253,7 +256,9 @@ def _judged(
     If the test compared the outputs of two calls, that is the one that is wrong; if it compared no output,
     the last call that is wrong.
     """
-    others = [other for other in reversed(recorded) if other is not one and not _is_reference(other)]
+    others = [
+        other for other in reversed(recorded) if other is not one and not _is_reference(other)
+    ]
     if comparison is None:
         found = one, judge(one.call, None)
         for other in others:
@@ -324,12 +329,14 @@ def _is_reference(one: Recorded) -> bool:
 
 
 def _with_other_output(one: Recorded, comparison: Comparison) -> Recorded | None:
-    """Return an exact call of torch's with the output that a test compares with its own; None if it is not."""
+    """Return an exact call of torch's with the output that a test compares with its own, or None."""
     for reading in (one, *one.other_readings()):
         with contextlib.suppress(AttnLabError):
             call = stand_in(reading.call, comparison)
             if call is not None:
-                origin = dataclasses.replace(call.origin, op=f"{UNRECORDED}, compared with {one.origin.op}")
+                origin = dataclasses.replace(
+                    call.origin, op=f"{UNRECORDED}, compared with {one.origin.op}"
+                )
                 call = dataclasses.replace(call, origin=origin)
                 return dataclasses.replace(
                     reading, origin=origin, function=None, is_guess=False, _call=call

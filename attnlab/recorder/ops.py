@@ -5,6 +5,7 @@ only the blocks that slot_mapping names are copied. A write has no sequences: it
 token goes.
 """
 
+import functools
 import inspect
 import math
 import sys
@@ -23,6 +24,7 @@ from attnlab.kernels.by_name import NAMES, output_of
 from attnlab.kernels.model import written_cache
 from attnlab.recorder.arguments import (
     Adjust,
+    BoundArguments,
     Reading,
     RecordedOp,
     check_complete,
@@ -466,7 +468,9 @@ def _flex(arguments: dict[str, Any], reading: Reading) -> None:
     softcap = 0.0
     if score_mod is not None:
         found = {
-            number: _of_indices(score_mod, shape, where, score=torch.full(shape, number, device=where))
+            number: _of_indices(
+                score_mod, shape, where, score=torch.full(shape, number, device=where)
+            )
             for number in (0.0, *_SCORES, _FAR)
         }
         cap = float(found[_FAR].max()) if found[_FAR].numel() else 0.0
@@ -687,7 +691,7 @@ def recorded_ops(
     An entry point that fails is passed to ``on_error`` with its name, and left out.
     """
     given = [op_of_text(one) if isinstance(one, str) else one for one in further]
-    found = [*vllm_ops(), *other_ops()]
+    found = [*vllm_ops(), *other_ops(), *launches()]
     for point in entry_points(group=GROUP):
         try:
             found += _ops_of(point.load())
@@ -731,13 +735,53 @@ def _guess(module: str, function: str, parameters: tuple[str, ...]) -> list[Reco
     is_paged = {"query", "block_table", "seq_lens"} <= has and "slot_mapping" not in has
     if is_paged and ({"key_cache", "value_cache"} <= has or {"key", "value"} <= has):
         return [RecordedOp(module=module, function=function, is_guess=True)]
-    others = {"block_table", "seq_lens", "query_start_loc", "key_cache", "slot_mapping", "output"}
+    others = {"block_table", "seq_lens", "query_start_loc", "key_cache", "slot_mapping"}
     if {"query", "key", "value"} <= has and not others & has:
         dense = RecordedOp(
             module=module, function=function, op=UNIFIED, layout="HND", adjust=_dense
         )
         return [replace(dense, is_guess=True, is_dense=True)]
     return []
+
+
+_LAUNCHES = {
+    "triton.runtime.jit": "JITFunction",
+    "triton.runtime.interpreter": "InterpretedFunction",
+}
+
+
+def launches() -> tuple[RecordedOp, ...]:
+    """Return the methods by which Triton launches kernels, of which those of attention are recorded."""
+    return tuple(
+        RecordedOp(module=module, function=f"{class_}.run", is_launch=True)
+        for module, class_ in _LAUNCHES.items()
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def op_of_launch(kernel: Callable[..., Any]) -> tuple[RecordedOp, tuple[str, ...]] | None:
+    """Return a Triton kernel as an op, and its arguments by attention's names, None if it has others.
+
+    Q, q_ptr and q are the same. Of the others, such as strides, only a window may matter.
+    """
+    names = [one.name for one in inspect.signature(kernel).parameters.values()]
+    plain = tuple(name.lower().removesuffix("_ptr") for name in names)
+    found = _guess(kernel.__module__, kernel.__name__, plain)
+    return (replace(found[0], is_launch=True), plain) if found else None
+
+
+def arguments_of_launch(
+    kernel: Any, plain: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BoundArguments:
+    """Return the arguments of a launch by the names of attention's."""
+    by_name = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    given = {
+        new: by_name[old]
+        for old, new in zip(kernel.arg_names, plain, strict=True)
+        if old in by_name
+    }
+    known = {alias for aliases in NAMES.values() for alias in aliases}
+    return BoundArguments({n: v for n, v in given.items() if n in known or "window" in n}, {})
 
 
 def _dense(arguments: dict[str, Any], reading: Reading) -> None:
@@ -748,11 +792,13 @@ def _dense(arguments: dict[str, Any], reading: Reading) -> None:
     if any(not isinstance(one, torch.Tensor) or one.dim() not in (3, 4) for one in tensors):
         reading.why_not = "queries, keys and values are not tensors of 3 or 4 dimensions"
         return
-    given = dict(zip(("query", "key", "value"), tensors, strict=True))
+    given, out = dict(zip(("query", "key", "value"), tensors, strict=True)), fields.get("output")
     rest = {"is_causal": fields.get("causal"), "scale": fields.get("sm_scale")}
     mask = arguments.get("attn_mask")
     read_dense({**given, **rest, "attn_mask": mask}, reading)
-    reading.dims = tensors[0].dim()
+    reading.dims, result = tensors[0].dim(), reading.result
+    if result is not None and out is not None:
+        reading.result = lambda returned: result(out if returned is None else returned)
     if mask is None:
         reading.guessed = ("order",) if rest["is_causal"] is not None else ("order", "causal")
 
