@@ -2,6 +2,7 @@
 
 import base64
 import io
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ def margins(rows: list[Row], deployment: Deployment) -> dict[str, list[tuple[int
             if one.wrong_at and needed:
                 points.append((context, one.wrong_at / needed))
         if points:
-            found.setdefault(f"{one.size}: {one.site.text[:44]}", points)
+            text = textwrap.shorten(one.site.text, 90, placeholder=" …")
+            found.setdefault(f"{one.size}: line {one.site.line}: {text}", points)
     return dict(list(found.items())[:_MOST_LINES])
 
 
