@@ -21,9 +21,9 @@ from attnlab.case.fields import refuse
 from attnlab.case.ops import UNIFIED
 from attnlab.case.platforms import platform_of
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.by_name import ByName
+from attnlab.kernels.by_name import kernel_of
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.run_call import backend_of_origin
+from attnlab.kernels.run_call import backend_of_origin, spec_of
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.recorder.arguments import (
     BoundArguments,
@@ -90,8 +90,7 @@ class Recorded:
     @property
     def kernel(self) -> str:
         """Return the name by which the commands run the function, "MODULE:FUNCTION"."""
-        module, _, function = (self.origin.op or "").rpartition(".")
-        return f"{module}:{function}"
+        return spec_of(self.origin.op or "")
 
     @property
     def spec(self) -> str:
@@ -114,7 +113,7 @@ class Recorded:
             return None
         if not self.call.is_foreign:
             return backend_of_origin(self.call)
-        kernel = ByName(function=inspect.unwrap(self.function), example=self.forms)
+        kernel = kernel_of(inspect.unwrap(self.function), self.forms)
         return PluginBackend(spec=self.kernel, function=kernel, stands_for=self.call.op)
 
     @property
@@ -315,7 +314,8 @@ class Capture:
                 return original(*args, **kwargs)
             before = self._before(op, lambda: bind(args, kwargs))
             if before is not None:
-                before.function = None if op.is_dense or "." in op.function else original
+                is_method = "." in op.function
+                before.function = None if op.is_dense else type(args[0]) if is_method else original
             is_in_torch = op.is_guess and op.is_dense
             return self._called(before, lambda: original(*args, **kwargs), is_in_torch)
 
