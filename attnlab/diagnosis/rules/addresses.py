@@ -572,10 +572,7 @@ def _keys(
         features["slot"] = features["block"] * size + features["p % block_size"]
         scale = problem.call.number("k_scale" if cache == "key_cache" else "v_scale")
         address = _address(rule, problem, cache, memory[cache], features)
-        read = _read_cache(problem, memory[cache], address, scale)
-        if read.dim() and read.shape[-1] > old.shape[-1]:  # values may be narrower than keys
-            read = read[..., : old.shape[-1]]
-        old = read.expand_as(old)
+        old = _read_cache(problem, memory[cache], address, scale).expand_as(old)
     if length > cached and arguments in tensors and arguments in memory:
         features = _features(rule, problem, row_slice, torch.arange(cached, length))
         address = _address(rule, problem, arguments, memory[arguments], features)
