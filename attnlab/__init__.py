@@ -17,11 +17,11 @@ if _typing.TYPE_CHECKING:
     from attnlab.checker.matrix import run_many
     from attnlab.contracts.dispatch import explain
     from attnlab.defects import DEFECTS
-    from attnlab.diagnosis.public import diagnose, violations
+    from attnlab.diagnosis.captured import diagnose_any as diagnose
+    from attnlab.diagnosis.captured import violations_of as violations
     from attnlab.kernels.triton.interpreter import interpret
-    from attnlab.lab.lab import Lab
+    from attnlab.lab.lab import Lab, compare, decode_error, reference, run, stages
     from attnlab.lab.result import Result
-    from attnlab.lab.run import compare, decode_error, reference, run, stages
     from attnlab.lab.writes import check_writes
     from attnlab.mla.faults import MLA_FAULTS
     from attnlab.mla.mla_case import MlaCase
@@ -92,9 +92,9 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "check": "attnlab.checker.check",
     "check_mla": "attnlab.mla.run",
     "check_writes": "attnlab.lab.writes",
-    "compare": "attnlab.lab.run",
-    "decode_error": "attnlab.lab.run",
-    "diagnose": "attnlab.diagnosis.public",
+    "compare": "attnlab.lab.lab",
+    "decode_error": "attnlab.lab.lab",
+    "diagnose": "attnlab.diagnosis.captured:diagnose_any",
     "explain": "attnlab.contracts.dispatch",
     "explorer": "attnlab.show.panels",
     "interpret": "attnlab.kernels.triton.interpreter",
@@ -103,14 +103,14 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "power": "attnlab.mutation.power",
     "probe_call": "attnlab.replay.probe",
     "read_call": "attnlab.recorder.dumps",
-    "reference": "attnlab.lab.run",
+    "reference": "attnlab.lab.lab",
     "replay_call": "attnlab.replay.replay_call",
-    "run": "attnlab.lab.run",
+    "run": "attnlab.lab.lab",
     "run_many": "attnlab.checker.matrix",
     "run_mla": "attnlab.mla.run",
     "shrink_call": "attnlab.replay.shrinking",
-    "stages": "attnlab.lab.run",
-    "violations": "attnlab.diagnosis.public",
+    "stages": "attnlab.lab.lab",
+    "violations": "attnlab.diagnosis.captured:violations_of",
     "xray": "attnlab.weights.conclude",
 }
 

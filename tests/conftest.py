@@ -16,6 +16,9 @@ from helpers.sources import RELEASES, downloads, of_release, refuse_downloads, s
 
 from attnlab.kernels import child_process
 from attnlab.kernels.vllm.source import Source
+from attnlab.reports.investigate import import_jsonschema
+
+import_jsonschema()  # before nbformat does it with a parser that takes more than a second
 
 # Files whose tests take the most time: they start first, so that the processes end together.
 START_FIRST = (
@@ -97,13 +100,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_downloads(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, run_folder: Path
 ) -> None:
-    """Hide the downloaded releases from a test without the marker `releases`, and let downloads fail."""
+    """Hide the downloaded releases from a test without the marker `releases`, and let downloads fail.
+
+    The processes of a run share the cache folder, so that each covering design is made once.
+    """
     if request.node.get_closest_marker("releases") is None:
-        cache = tmp_path_factory.getbasetemp() / "cache"
+        cache = run_folder / "cache"
         monkeypatch.setenv("ATTNLAB_CACHE", str(cache))
         refuse_downloads(monkeypatch, cache)
 

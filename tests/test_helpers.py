@@ -8,8 +8,7 @@ from helpers.cases import decode_rows, hostile, same_bits
 from helpers.sources import of_release, release, sdist
 
 from attnlab.kernels.vllm.source import fetch, fetch_sdist
-from attnlab.tensors.batch import make_batch
-from attnlab.tensors.cache import NOBODY, make_cache
+from attnlab.tensors.cache import NOBODY, make_batch, make_cache
 
 
 def test_same_bits_compares_bits_and_dtypes():

@@ -27,7 +27,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int
 from attnlab.cli.command import print_json, progress
-from attnlab.cli.sharded import add_engine, run_sharded
+from attnlab.cli.sharded import run_sharded
 from attnlab.contracts.contract import TRITON_DECODE, Target
 from attnlab.kernels.binding import bind
 from attnlab.kernels.rocm import backend as rocm_source
@@ -36,19 +36,32 @@ from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source, find_source
-from attnlab.lab.error_map import compare
-from attnlab.lab.lab import Lab
-from attnlab.lab.reference import reference, visible_flops
-from attnlab.lab.run import stage_table
+from attnlab.lab.lab import Lab, stage_table
+from attnlab.lab.reference import reference
+from attnlab.lab.result import map_errors
 from attnlab.tasks.store import ALL
-from attnlab.tensors.batch import Batch, make_batch
-from attnlab.tensors.cache import addresses, make_cache, write_tokens
+from attnlab.tensors.cache import Batch, addresses, make_batch, make_cache, write_tokens
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_call, make_output
+from attnlab.tensors.case_call import make_call, make_output, visibility_of
 
 # The lab.
 
 SEED_CASE = Case(stage="cast_after_cumsum", x=8, atol=1e-4)  # as vLLM's test draws it at seed 0
+
+
+def visible_flops(case: Case) -> int:
+    """Return the floating-point operations of the two matrix products, counting visible keys only."""
+    pairs, visibility = 0, visibility_of(case)
+    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    for seq, (query_len, ctx_len) in enumerate(lens):
+        seq_len = ctx_len + query_len
+        if visibility.is_plain:
+            window = case.sliding_window or seq_len
+            pairs += sum(min(ctx_len + i + 1, window) for i in range(query_len))
+        else:
+            rows = torch.arange(ctx_len, seq_len)
+            pairs += int(visibility.of_seq(seq, ctx_len, seq_len).visible(rows).sum())
+    return pairs * case.num_heads * case.head_size * 2 * 2
 
 
 def bench(
@@ -181,7 +194,7 @@ def bench_interpreter(
             figures[name] = shortest_time(lambda: _run_triton(op, call, case), repeat=1)
     rows = call.query_lens.repeat_interleave(call.query_lens) == 1
     expected = reference(case, batch)
-    errors = compare(call.buffer, expected, case.lengths, case.tolerance or 0.0, case.rtol)
+    errors = map_errors(call.buffer, expected, case.lengths, case.tolerance or 0.0, case.rtol)
     figures["greatest_error"] = float(errors.token_error[rows].max())
     on_step(f"{TRITON_DECODE}, Triton's own launch")
     stock = vllm_ops.load_stock(source, case.machine).function(OP)
@@ -273,7 +286,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="planted defects, and as many sound runs",
     )
     diagnose.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the cases")
-    add_engine(diagnose, "default: this process")
+    diagnose.add_argument(
+        "--engine", metavar="ENGINE", help="as for attnlab check; default: this process"
+    )
     diagnose.add_argument(
         "--out", type=Path, metavar="DIR", help="keep each verdict here; the same command continues"
     )

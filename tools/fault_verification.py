@@ -18,7 +18,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import Defect
-from attnlab.diagnosis.access_check import access_facts, lines_of
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import (
     AccessClaim,
@@ -27,20 +26,21 @@ from attnlab.diagnosis.claims import (
     LeakClaim,
     PatternClaim,
     RepairClaim,
+    common_claims,
+    side_claims,
 )
 from attnlab.diagnosis.confirmation import features_of
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine
-from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnose import access_facts, diagnose, lines_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.repair_check import is_right, with_contents
 from attnlab.diagnosis.refinement import compared, counts_slots, follows_from, leak_of
+from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.reruns import rows_equal, with_known_contents
-from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab
 from attnlab.weights.conclude import xray
-from attnlab.weights.evidence import compare
+from attnlab.weights.fit import compare
 
 MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
 SoundRuns = Sequence[
@@ -416,7 +416,7 @@ def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool
             output = run_case(lab, backend, fresh).output
         except AttnLabError:
             continue
-        left, is_wrong = compared(lab, fresh, output, claim)
+        left, is_wrong = compared(examine(lab, fresh, output, ()), claim)
         if left is None or left.text != claim.text:
             return False
         decisive += is_wrong

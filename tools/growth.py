@@ -64,9 +64,10 @@ def point(fields: dict[str, Any]) -> dict[str, Any]:
     """Run one Case; return seconds by step, peak memory, and the operations of attention."""
     import resource
 
+    from bench import visible_flops
+
     from attnlab.case.case import Case
     from attnlab.lab.lab import Lab
-    from attnlab.lab.reference import visible_flops
 
     case = Case.from_dict({**fields, "atol": 1e-3})
     result = Lab().run(case)

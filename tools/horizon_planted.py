@@ -21,11 +21,9 @@ from typing import Any
 
 from attnlab.case.errors import Unavailable
 from attnlab.horizon import machine
-from attnlab.horizon.assumed import assumed_launches
-from attnlab.horizon.launch import Launch
+from attnlab.horizon.launch import Kernel, Launch, file_of, kernel_files
 from attnlab.horizon.machine import LIMIT, Site, running
-from attnlab.horizon.source import Kernel, file_of, kernel_files
-from attnlab.horizon.survey import KernelHorizon, Search, kernel_horizon
+from attnlab.horizon.survey import KernelHorizon, Search, assumed_launches, kernel_horizon
 
 CAST = re.compile(r"\.to\((tl|triton\.language)\.int64\)")
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnlab.horizon.launch import Launch, read_launches
-from attnlab.horizon.source import load_kernels
+from attnlab.horizon.launch import Launch, load_kernels, read_launches
 from attnlab.horizon.survey import LAUNCHES, KernelHorizon, kernel_horizon
 
 

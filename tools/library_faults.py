@@ -22,7 +22,7 @@ import source_mutation
 
 from attnlab.case.ops import OPS
 from attnlab.checker.check import check
-from attnlab.checker.library import with_source_lines
+from attnlab.checker.report import with_source_lines
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.features import op_functions
 from attnlab.kernels.vllm.source import find_source

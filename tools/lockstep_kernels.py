@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlab.horizon import source
-from attnlab.horizon.assumed import assumed_launches
+from attnlab.horizon import launch as source
 from attnlab.horizon.launch import Launch
 from attnlab.horizon.machine import Tensor
+from attnlab.horizon.survey import assumed_launches
 from attnlab.kernels.triton.interpreter import interpret
 
 ELEMENTS = 1 << 16  # of a tensor at most

@@ -16,8 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from attnlab.case.case import Case
-from attnlab.lab.lab import Lab
-from attnlab.lab.run import stage_table
+from attnlab.lab.lab import Lab, stage_table
 from attnlab.show.plots import plot_error, plot_stages, plot_weights
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import key_columns

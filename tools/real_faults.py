@@ -75,7 +75,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.trials import FULL
+from attnlab.diagnosis.trials import FULL
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes

@@ -27,7 +27,7 @@ from helpers import faulty_attention  # noqa: E402
 import attnlab  # noqa: E402
 from attnlab.case.case import Case  # noqa: E402
 from attnlab.case.errors import InvalidCase  # noqa: E402
-from attnlab.diagnosis.rules.search import find_rule  # noqa: E402
+from attnlab.diagnosis.confirmation import find_rule  # noqa: E402
 from attnlab.lab.lab import Lab  # noqa: E402
 from attnlab.tensors.cache import to_flash  # noqa: E402
 from attnlab.tensors.call import KernelCall  # noqa: E402

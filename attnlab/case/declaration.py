@@ -25,9 +25,8 @@ from attnlab.case.fields import (
 from attnlab.case.masks import CAUSAL, DATA_FIELDS, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES, VLLM_OPS
-from attnlab.case.platforms import PLATFORMS
+from attnlab.case.platforms import FILLS, INDEX_DTYPES, PLATFORMS, QUERY_START_LOC_DTYPES, STAGES
 from attnlab.case.shown import Shown
-from attnlab.case.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
@@ -308,7 +307,9 @@ FIELDS: dict[str, "dataclasses.Field[Any]"] = {
 }
 
 
+_TYPES: dict[str, FieldType] = {name: field.metadata["kind"] for name, field in FIELDS.items()}
+
+
 def field_type(name: str) -> FieldType:
     """Return what the field ``name`` may hold."""
-    kind: FieldType = FIELDS[name].metadata["kind"]
-    return kind
+    return _TYPES[name]

@@ -2,7 +2,7 @@
 
 A Case names one in its field ``mask``. The data of a mask are fields, too: ``causal_seqs``,
 ``mm_prefix_range``, ``rswa_prefix_lens``, ``chunk_lookback`` and ``tree_parents``. Data that are not given
-follow from the lengths and the seed (:mod:`attnlab.tensors.case_visibility`).
+follow from the lengths and the seed (:mod:`attnlab.tensors.case_call`).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Mask:
     """A rule by which rows see keys.
 
     - ``summary``: what a row sees. ``states``: the fields of a KernelCall that state it, each with its value,
-      or the name of what :mod:`attnlab.tensors.case_visibility` makes of a Case. An op has the mask if its
+      or the name of what :mod:`attnlab.tensors.case_call` makes of a Case. An op has the mask if its
       record has arguments for them; ``inside``: names that the op's source must have, too.
     - ``ops``: the releases of vLLM whose op has these arguments, by the op's name. The records of other
       libraries state their masks.

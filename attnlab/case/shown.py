@@ -116,3 +116,26 @@ class Document:
     def to_dict(self) -> dict[str, Any]:
         """Return the object as values of strict JSON (:func:`json_fields`)."""
         return json_fields(self, *self._more, without=self._without)
+
+
+class HostileReport(Shown):
+    """What hostile cases found: ``results``, each with a ``status``, "match" if it is right."""
+
+    __slots__ = ()
+    results: tuple[Any, ...]
+    _noun: ClassVar[str] = "cases"
+
+    @property
+    def findings(self) -> tuple[Any, ...]:
+        """Return the results that are wrong, and those of ops that failed."""
+        return tuple(one for one in self.results if one.status in ("mismatch", "failed"))
+
+    @property
+    def unavailable(self) -> tuple[Any, ...]:
+        """Return the results of cases that could not run."""
+        return tuple(one for one in self.results if one.status == "unavailable")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values of strict JSON."""
+        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
+        return {**json_fields(self), **counts, self._noun: len(self.results)}

@@ -33,20 +33,19 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import EMPTY, STATES, SlotState, readable_states
 from attnlab.defects import DEFECTS, Defect
-from attnlab.diagnosis.confirmation import with_second_cases
+from attnlab.diagnosis.confirmation import find_rule, is_general, with_second_cases
 from attnlab.diagnosis.decision import examine, withdraw
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.refinement import follows_from
 from attnlab.diagnosis.reruns import further_cases, second_cases, with_known_contents
-from attnlab.diagnosis.rules.search import find_rule, is_general
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.cuda.backend import CudaBackend, source_files
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result
 from attnlab.weights.conclude import xray
-from attnlab.weights.rule import Description
+from attnlab.weights.plan import Description
 
 # Texts of CUDA and cuBLAS after which nothing runs any more in the process.
 _BROKEN_CONTEXT = re.compile(

@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import torch
 
-from attnlab.case.lengths import Lengths
+from attnlab.case.case import Lengths
 from attnlab.case.ops import ENCODER, PREFILL, WRITE, fill_read
 from attnlab.contracts.contract import ENCODER_TILE, PREFILL_TILE, Contract, Target, contract
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 
 # Which sequences a kernel serves, which output rows it writes, and how many positions it reads.
 

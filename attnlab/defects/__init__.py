@@ -11,8 +11,7 @@ from types import MappingProxyType
 from attnlab.defects.edit import Defect
 from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES, MASKS, TOKENS
 from attnlab.defects.reads import DECODING, HEADS, READS, ROWS
-from attnlab.defects.scores import SCORES, SINKS, SOFTCAP
-from attnlab.defects.softmax import PARTITIONS, SOFTMAX
+from attnlab.defects.scores import PARTITIONS, SCORES, SINKS, SOFTCAP, SOFTMAX
 
 _FAMILIES = (
     *(MASKS, BIDIRECTIONAL, BRANCHES, PARTITIONS, SOFTMAX, TOKENS, SCORES, SINKS, SOFTCAP, HEADS),

@@ -14,7 +14,7 @@ import torch
 
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 
 # Defect: one way for a kernel, or for the code that calls it, to be wrong.
 

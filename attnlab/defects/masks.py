@@ -17,7 +17,7 @@ from attnlab.defects.edit import (
 )
 from attnlab.lab.problem import AttentionInputs, Problem
 from attnlab.tensors.cache import freed_blocks
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 from attnlab.tensors.visibility import Visibility
 
 

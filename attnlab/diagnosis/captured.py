@@ -7,24 +7,26 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, as_case
 from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.fields import refuse
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
+from attnlab.contracts.dispatch import decide, kernels_of
 from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis.claims import ConfirmedRule
+from attnlab.diagnosis.confirmation import is_general, rules_of
 from attnlab.diagnosis.decision import check_output, examine, withdraw
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call, if_stable
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.pattern import Fact, Pattern, list_text
-from attnlab.diagnosis.rules.search import is_general, rules_of
+from attnlab.diagnosis.trials import FULL, Limit
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend, OnStep
 from attnlab.kernels.control import (
@@ -35,13 +37,14 @@ from attnlab.kernels.control import (
     uncontrolled,
 )
 from attnlab.kernels.run_call import for_call, run_call
+from attnlab.kernels.runner import one_backend
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
-from attnlab.lab.lab import Lab
+from attnlab.lab.lab import Lab, default_lab
 from attnlab.lab.problem import Problem
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
-from attnlab.tensors.comparison import same_numbers
+from attnlab.tensors.formats import same_numbers
 
 # Diagnose a cache write: which slots are wrong, and what they hold instead.
 #
@@ -110,7 +113,7 @@ def _place(
         f"{len(slots)} of {len(wrong)} slots are wrong; the worst is {_slot(call, worst)}, {owner}, off by "
         f"{float(difference[worst].max()):.4g} as stored"
     )
-    return Fact(kind="slots", where="", what=text, values={"slots": slots.tolist()})
+    return Fact("slots", text, values={"slots": slots.tolist()})
 
 
 def _slot(call: KernelCall, slot: int) -> str:
@@ -129,14 +132,7 @@ def _rules(found: _Found, wrong: torch.Tensor) -> Iterator[Fact]:
         for kind, what, cells in rule(found, left):
             slots = torch.nonzero(cells.any(1)).flatten().tolist()
             if slots:
-                values = {"slots": slots}
-                yield Fact(
-                    kind=kind,
-                    where="",
-                    what=what(slots),
-                    values=values,
-                    accounts_for=int(cells.sum()),
-                )
+                yield Fact(kind, what(slots), "", {"slots": slots}, int(cells.sum()))
                 left = left & ~cells
 
 
@@ -357,7 +353,7 @@ def diagnose_captured(
         found = diagnose_captured(
             own, case, given=given, output=output, runner=runner, limit=limit, on_step=on_step
         )
-        return _with_unknown(found, f"the recorded output: {STOCK_BFLOAT16}; this is attnlab's own")
+        return dataclasses.replace(found, diagnosed=_OF_ATTNLAB)
     if call.rejection and output is None:
         return Diagnosis(
             status="rejected",
@@ -391,6 +387,10 @@ _OF_STOCK = (
     f"{STOCK_BFLOAT16}, which takes the bits of these numbers for integers, so the output says nothing about "
     "the kernel; attnlab computes bfloat16 if it runs the kernel: give --kernel FILE.py:FUNCTION"
 )
+_OF_RUNNER = (
+    "the recorded output is right: what is explained is the output of {} for the same arguments"
+)
+_OF_ATTNLAB = f"what is explained is attnlab's own output: the recorded one is of {STOCK_BFLOAT16}"
 NO_RUNNER = (
     "what runs of the kernel would show: no kernel is given, so there are no reruns, no varied calls, no "
     "X-ray and no source lines"
@@ -430,11 +430,14 @@ def _with_runner(
             control.compare(output, lambda: lab.output(lab.case).cpu(), least=runs)
         if control.found is not None:
             return if_stable(alone, alone, control)
-        which = (
-            f"another wrong output, in {other} rows"
-            if _is_wrong(lab, output)
-            else "the right output"
-        )
+        is_wrong = _is_wrong(lab, output)
+        if (
+            is_wrong and not alone.is_wrong
+        ):  # what was recorded needs no explanation: the kernel does
+            own = dataclasses.replace(call, output=output)
+            found = _with_runner(own, ran, runner, alone, limit, on_step)
+            return dataclasses.replace(found, diagnosed=_OF_RUNNER.format(runner.version))
+        which = f"another wrong output, in {other} rows" if is_wrong else "the right output"
         text = f"whether {runner.version} is at fault: run on this call, it gives {which}"
         return _with_unknown(alone, text)
     found = diagnose(lab.case, lab=lab, limit=limit)
@@ -656,3 +659,56 @@ def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     if call.is_foreign:
         found.append(f"the contracts of {call.origin.op}: no violations are looked for")
     return [*found, *ran.assumed]
+
+
+# The part of ``import attnlab`` that finds violations and diagnoses.
+
+
+def diagnose_any(
+    case: Case | KernelCall | str,
+    output: torch.Tensor | None = None,
+    *,
+    lab: Lab | None = None,
+    source: Path | str | None = None,
+    device: str | None = None,
+    locate: bool = True,
+    **changes: Any,
+) -> Diagnosis:
+    """Return which defect explains the output of a Case, of a pytest id's Case, or of a KernelCall.
+
+    - ``output``: [num_tokens, num_heads, head_size]. Default: a Case is run; of a KernelCall it is the
+      content of its output buffer.
+    - ``source``, ``device``: of a KernelCall, the vLLM that computed it and where it runs, as for
+      :func:`attnlab.shrink_call`; ``backend``, one of the changes, is another kernel, such as "mine.py:fn".
+      Without them nothing is run, and the report states what is left out. A Case runs in its ``lab``.
+    - ``locate``: of a KernelCall with a kernel, look for the source lines, which may take half a minute.
+    - ``changes``: fields of the Case. For a KernelCall they name where it ran, for example
+      ``platform="sm_90"`` or ``release="0.11.2"``. Default: the call's origin.
+
+    Raises InvalidCall for an output of another shape or dtype.
+    """
+    if isinstance(case, KernelCall):
+        runner = one_backend(source, changes.pop("backend", None), device)
+        limit = FULL if locate else None
+        return diagnose_captured(
+            case, Case(**changes), given=changes, output=output, runner=runner, limit=limit
+        )
+    for name, value in (("source", source), ("device", device)):
+        if value is not None:
+            refuse(name, "none for a Case, which runs in its lab", value)
+    return diagnose(as_case(case, **changes), output, lab=lab or default_lab())
+
+
+def violations_of(
+    case: Case | KernelCall | str, *, lab: Lab | None = None, **changes: Any
+) -> Violations:
+    """Return where a call violates the contracts of its kernels, without running them.
+
+    ``changes`` are as for :func:`diagnose`. Of a KernelCall it is not known which slots are written, so
+    violations that concern them are not found.
+    """
+    if isinstance(case, KernelCall):
+        return violations_of_captured(case, Case(**changes), given=changes)
+    case, lab = as_case(case, **changes), lab or default_lab()
+    provenance = lab.cache(case).provenance
+    return find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)

@@ -1,14 +1,14 @@
 """The decision: which candidates explain an output, and whether one of them is the cause."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall
+from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.contracts.contract import contracts_of
 from attnlab.contracts.slot_states import unwritten_rows
 from attnlab.contracts.violations import Violation, Violations, find_violations
@@ -17,16 +17,19 @@ from attnlab.defects.edit import changing_inputs
 from attnlab.diagnosis.candidates import (
     Candidate,
     Confirmation,
+    ErrorLocations,
+    RowSample,
     Scope,
     confirm,
     is_by_chance,
+    locate,
+    sample_output,
     screen,
+    wrong_parts,
 )
-from attnlab.diagnosis.cells import ErrorLocations, RowSample, locate, sample_output, wrong_parts
-from attnlab.diagnosis.describe import describe
+from attnlab.diagnosis.describe import describe, fitted_scale
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_values import fitted_scale
 from attnlab.kernels.control import rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
@@ -472,6 +475,26 @@ def examine(
     locations = locate(problem, output, case.query_heads, lab.reference(case))
     evidence = collect_evidence(problem, output, locations, violations, case.query_heads)
     return Examination(evidence=evidence, diagnosis=conclude(evidence, defects, pattern))
+
+
+def examined(
+    lab: Lab,
+    cases: Iterable[Case],
+    rerun: Callable[[Case], torch.Tensor],
+    *,
+    describes: bool = False,
+) -> Iterator[tuple[Case, torch.Tensor, Examination]]:
+    """Yield each case that runs, with its output and the examination of that by no defect.
+
+    ``describes``: with the pattern of its errors.
+    """
+    for case in cases:
+        try:
+            output = rerun(case)
+            found = examine(lab, case, output, (), None if describes else Pattern())
+        except AttnLabError:
+            continue
+        yield case, output, found
 
 
 def check_output(output: torch.Tensor, expected: torch.Tensor) -> None:

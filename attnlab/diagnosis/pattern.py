@@ -3,31 +3,32 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from attnlab.case.shown import json_value
 from attnlab.contracts.contract import PARTITION_SIZE
-from attnlab.diagnosis.cells import Cells, ratio_of
+from attnlab.diagnosis.candidates import Cells, ratio_of
 
 PLACES = ("sequences", "rows", "heads")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """One regularity of an error.
 
     - ``kind``: what was found, for example "rows", "heads", "zeros", "factor", "keys".
-    - ``where``: the rows, heads or sequences that it concerns, in words; ``what``: the regularity.
+    - ``what``: the regularity; ``where``: the rows, heads or sequences that it concerns, in words.
     - ``values``: the same as numbers.
     - ``accounts_for``: how many wrong cells the fact reproduces up to rounding; 0 for facts about places
       and sizes. A cell is one head of one row.
     """
 
     kind: str
-    where: str
     what: str
+    where: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     accounts_for: int = 0
 
@@ -170,45 +171,34 @@ def _sequences(rows: torch.Tensor, sizes: Sizes) -> Fact:
     else:
         what = f"{len(wrong)} of {len(nonempty)} sequences have wrong rows: {names}"
     values = {"sequences": sorted(wrong), "total": len(nonempty)}
-    return Fact(kind="sequences", where="", what=what, values=values)
+    return Fact("sequences", what, values=values)
 
 
 def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
     """Yield rules that sequences may have in common, the simplest first, each with its members."""
+    for text, has_rule in _sequence_rules(sizes):
+        yield text, {seq for seq in sizes.seqs if sizes.query_lens[seq] and has_rule[seq]}
 
-    def members(rule: Callable[[int], bool]) -> set[int]:
-        return {seq for seq in sizes.seqs if sizes.query_lens[seq] and rule(seq)}
 
+def _sequence_rules(sizes: Sizes) -> Iterable[tuple[str, list[bool]]]:
+    """Yield rules, each with whether a sequence has it, for all sequences."""
     query, ctx, size = sizes.query_lens, sizes.ctx_lens, sizes.block_size
-    yield "with one new token", members(lambda seq: query[seq] == 1)
-    yield "with several new tokens", members(lambda seq: query[seq] > 1)
-    yield "with a context", members(lambda seq: ctx[seq] > 0)
-    yield "without context", members(lambda seq: ctx[seq] == 0)
-    yield "with more than one key", members(lambda seq: sizes.seq_len(seq) > 1)
-    for what, lens in (
-        ("seq_len", [sizes.seq_len(seq) for seq in range(len(query))]),
-        ("ctx_len", ctx),
-    ):
-        yield (
-            f"whose {what} is not a multiple of the block size",
-            members(lambda seq, lens=lens: lens[seq] % size != 0),  # type: ignore[misc]
-        )
-        yield (
-            f"whose {what} is a multiple of the block size",
-            members(lambda seq, lens=lens: lens[seq] % size == 0),  # type: ignore[misc]
-        )
+    every = range(len(query))
+    total = [sizes.seq_len(seq) for seq in every]
+    yield "with one new token", [n == 1 for n in query]
+    yield "with several new tokens", [n > 1 for n in query]
+    yield "with a context", [n > 0 for n in ctx]
+    yield "without context", [n == 0 for n in ctx]
+    yield "with more than one key", [n > 1 for n in total]
+    for what, lens in (("seq_len", total), ("ctx_len", ctx)):
+        yield f"whose {what} is not a multiple of the block size", [n % size != 0 for n in lens]
+        yield f"whose {what} is a multiple of the block size", [n % size == 0 for n in lens]
         for limit in (PARTITION_SIZE, size, *TILES):
-            yield (
-                f"with {what} above {limit}",
-                members(lambda seq, lens=lens, limit=limit: lens[seq] > limit),  # type: ignore[misc]
-            )
+            yield f"with {what} above {limit}", [n > limit for n in lens]
     for limit in dict.fromkeys((*TILES, PARTITION_SIZE)):
-        yield (
-            f"with seq_len up to {limit}",
-            members(lambda seq, limit=limit: sizes.seq_len(seq) <= limit),  # type: ignore[misc]
-        )
-    yield "after the first", members(lambda seq: seq > sizes.seqs[0])
-    yield "before the last", members(lambda seq: seq < sizes.seqs[-1])
+        yield f"with seq_len up to {limit}", [n <= limit for n in total]
+    yield "after the first", [seq > min(sizes.seqs, default=0) for seq in every]
+    yield "before the last", [seq < max(sizes.seqs, default=0) for seq in every]
 
 
 def _rows(rows: torch.Tensor, sizes: Sizes) -> Fact:
@@ -222,7 +212,7 @@ def _rows(rows: torch.Tensor, sizes: Sizes) -> Fact:
         if len(wrong) == 1:
             what = f"the only wrong row is {wrong[0]}"
     values = {"rows": wrong[:1000], "count": len(wrong), "total": len(ran)}
-    return Fact(kind="rows", where="", what=what, values=values)
+    return Fact("rows", what, values=values)
 
 
 def row_rules(
@@ -238,31 +228,25 @@ def row_rules(
     last = max(found[-1] for found in tokens.values())
     yield f"from new token {first} on", lambda seq, token: token >= first
     yield f"up to new token {last}", lambda seq, token: token <= last
-    from_position = min(ctx[seq] + found[0] for seq, found in tokens.items())
-    to_position = max(ctx[seq] + found[-1] for seq, found in tokens.items())
-    yield (
-        f"from position {from_position} of the sequence on",
-        lambda seq, token: ctx[seq] + token >= from_position,
-    )
-    yield (
-        f"up to position {to_position} of the sequence",
-        lambda seq, token: ctx[seq] + token <= to_position,
-    )
+    start = min(ctx[seq] + found[0] for seq, found in tokens.items())
+    stop = max(ctx[seq] + found[-1] for seq, found in tokens.items())
+    yield f"from position {start} of the sequence on", lambda seq, token: ctx[seq] + token >= start
+    yield f"up to position {stop} of the sequence", lambda seq, token: ctx[seq] + token <= stop
     for size in dict.fromkeys((sizes.block_size, *TILES, 2)):
-        position = {(ctx[seq] + t) % size for seq, found in tokens.items() for t in found}
-        token_rest = {t % size for found in tokens.values() for t in found}
-        if len(position) == 1:
-            rest = min(position)
-            yield (
-                f"positions p with p % {size} = {rest}",
-                lambda seq, token, size=size, rest=rest: (ctx[seq] + token) % size == rest,  # type: ignore[misc]
-            )
-        if len(token_rest) == 1:
-            rest = min(token_rest)
-            yield (
-                f"new tokens t with t % {size} = {rest}",
-                lambda seq, token, size=size, rest=rest: token % size == rest,  # type: ignore[misc]
-            )
+        for what, counted in (
+            ("positions p with p", ctx),
+            ("new tokens t with t", (0,) * len(ctx)),
+        ):
+            rests = {(counted[seq] + t) % size for seq, found in tokens.items() for t in found}
+            if len(rests) == 1:
+                yield (
+                    f"{what} % {size} = {min(rests)}",
+                    partial(_has_rest, counted, size, min(rests)),
+                )
+
+
+def _has_rest(counted: Sequence[int], size: int, rest: int, seq: int, token: int) -> bool:
+    return (counted[seq] + token) % size == rest
 
 
 def _heads(heads: torch.Tensor, ran: Sequence[int]) -> Fact:
@@ -273,7 +257,7 @@ def _heads(heads: torch.Tensor, ran: Sequence[int]) -> Fact:
     else:
         is_or_are = "is" if len(wrong) == 1 else "are"
         what = f"only {list_text('head', wrong)} of {len(ran)} {is_or_are} wrong"
-    return Fact(kind="heads", where="", what=what, values={"heads": wrong, "total": len(ran)})
+    return Fact("heads", what, values={"heads": wrong, "total": len(ran)})
 
 
 def element_facts(cells: Cells) -> list[Fact]:
@@ -289,7 +273,7 @@ def element_facts(cells: Cells) -> list[Fact]:
     ):
         return []
     what = f"only {list_text('element', elements)} of {head_size} in each head are wrong"
-    return [Fact(kind="elements", where="", what=what, values={"elements": elements})]
+    return [Fact("elements", what, values={"elements": elements})]
 
 
 # Equalities: wrong cells that hold the correct result of another row or head.
@@ -315,11 +299,8 @@ def move_facts(cells: Cells, row_starts: list[int], left: torch.Tensor) -> list[
         return []
     if len(indices) > _MOST_COMPARED:
         indices = indices[torch.linspace(0, len(indices) - 1, _MOST_COMPARED).long()]
-    for find in (_heads_moved, _rows_moved):
-        fact = find(cells, indices, row_starts)
-        if fact is not None:
-            return [fact]
-    return []
+    found = (_moved(cells, indices, row_starts, kind) for kind in ("heads", "rows"))
+    return [fact for fact in found if fact is not None][:1]
 
 
 def _nearest(cells: Cells, indices: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -336,32 +317,26 @@ def _fits(cells: Cells, wrong: torch.Tensor, source: torch.Tensor) -> torch.Tens
     return ratio_of(difference, torch.maximum(cells.bound[source], cells.bound[wrong])) <= 1
 
 
-def _heads_moved(cells: Cells, indices: torch.Tensor, row_starts: list[int]) -> Fact | None:
-    """Find one map of heads that holds in all rows."""
-    allowed = cells.row[indices][:, None] == cells.row
-    allowed &= cells.head[indices][:, None] != cells.head
-    nearest = _nearest(cells, indices, allowed)
-    heads = _votes(cells.head[indices], cells.head, nearest)
-    if not heads:
+def _moved(cells: Cells, indices: torch.Tensor, row_starts: list[int], kind: str) -> Fact | None:
+    """Find one map of heads that holds in all rows, or one of rows that holds in all heads."""
+    own, other = (cells.head, cells.row) if kind == "heads" else (cells.row, cells.head)
+    allowed = (other[indices][:, None] == other) & (own[indices][:, None] != own)
+    votes = _votes(own[indices], own, _nearest(cells, indices, allowed))
+    if not votes:
         return None
-    at = {
-        (r, h): i
-        for i, (r, h) in enumerate(zip(cells.row.tolist(), cells.head.tolist(), strict=True))
-    }
-    source = [
-        at.get((r, heads.get(h, -1)), -1)
-        for r, h in zip(cells.row[indices].tolist(), cells.head[indices].tolist(), strict=True)
-    ]
-    held = _held(cells, indices, torch.tensor(source))
-    if held is None:
-        return None
-    return Fact(
-        kind="heads_moved",
-        where=region_text(cells, held),
-        what=_head_map_text(heads),
-        values={"from": {str(h): source for h, source in sorted(heads.items())}},
-        accounts_for=int(held.sum()),
-    )
+    pairs = list(zip(own.tolist(), other.tolist(), strict=True))
+    at, wrong = {pair: i for i, pair in enumerate(pairs)}, [pairs[i] for i in indices.tolist()]
+    for mapped in [votes] if kind == "heads" else _row_maps(cells, votes, row_starts):
+        held = _held(
+            cells, indices, torch.tensor([at.get((mapped.get(a, -1), b), -1) for a, b in wrong])
+        )
+        if held is not None:
+            found = {a: mapped[a] for a, _ in wrong}
+            text = _head_map_text(found) if kind == "heads" else _row_map_text(found, row_starts)
+            values = {"from": {str(name): source for name, source in sorted(found.items())}}
+            where = region_text(cells, held)
+            return Fact(f"{kind}_moved", text, where, values, int(held.sum()))
+    return None
 
 
 def _votes(own: torch.Tensor, names: torch.Tensor, nearest: torch.Tensor) -> dict[int, int]:
@@ -402,49 +377,18 @@ def _head_map_text(heads: dict[int, int]) -> str:
     return f"heads hold the correct results of other heads ({shown}{more})"
 
 
-def _rows_moved(cells: Cells, indices: torch.Tensor, row_starts: list[int]) -> Fact | None:
-    """Find rows that hold the results of other rows, with the same head."""
-    allowed = cells.head[indices][:, None] == cells.head
-    allowed &= cells.row[indices][:, None] != cells.row
-    rows = _votes(cells.row[indices], cells.row, _nearest(cells, indices, allowed))
-    if not rows:
-        return None
-    at = {
-        (r, h): i
-        for i, (r, h) in enumerate(zip(cells.row.tolist(), cells.head.tolist(), strict=True))
-    }
-    wrong = list(zip(cells.row[indices].tolist(), cells.head[indices].tolist(), strict=True))
+def _row_maps(cells: Cells, rows: dict[int, int], row_starts: list[int]) -> list[dict[int, int]]:
+    """Return maps of rows that may hold: one distance for all, as most have it; to the same new token of
+    another sequence, as most rows of each have it; and that of each row."""
+    every, count = cells.row.tolist(), row_starts[-1]
     shift = Counter(source - row for row, source in rows.items()).most_common(1)[0][0]
-    count = row_starts[-1]
-    maps = [
-        {row: (row + shift) % count for row, _ in wrong},
-        _same_token_map(cells, rows, row_starts),
-        rows,
-    ]
-    for mapped in maps:
-        source = torch.tensor([at.get((mapped.get(row, -1), head), -1) for row, head in wrong])
-        held = _held(cells, indices, source)
-        if held is not None:
-            return Fact(
-                kind="rows_moved",
-                where=region_text(cells, held),
-                what=_row_map_text({row: mapped[row] for row, _ in wrong}, row_starts),
-                values={"from": {str(row): mapped[row] for row, _ in wrong}},
-                accounts_for=int(held.sum()),
-            )
-    return None
-
-
-def _same_token_map(cells: Cells, rows: dict[int, int], row_starts: list[int]) -> dict[int, int]:
-    """Return the map of rows to the same new token of another sequence, as most rows of each have it."""
-    seq_of = dict(zip(cells.row.tolist(), cells.seq.tolist(), strict=True))
+    seq_of = dict(zip(every, cells.seq.tolist(), strict=True))
     votes: dict[int, Counter[int]] = {}
     for row, source in rows.items():
         votes.setdefault(seq_of[row], Counter())[seq_of[source]] += 1
-    return {
-        row: row_starts[votes[seq_of[row]].most_common(1)[0][0]] + row - row_starts[seq_of[row]]
-        for row in rows
-    }
+    start = {seq: row_starts[found.most_common(1)[0][0]] for seq, found in votes.items()}
+    of_token = {row: start[seq_of[row]] + row - row_starts[seq_of[row]] for row in rows}
+    return [{row: (row + shift) % count for row in every}, of_token, rows]
 
 
 def _row_map_text(rows: dict[int, int], row_starts: list[int]) -> str:
@@ -487,11 +431,6 @@ def _transposed(cells: Cells, left: torch.Tensor) -> Fact | None:
         if not bool((ratio_of(output - back, limit) <= 1).all()):
             return None
     names = cells.row.view(-1, heads)[rows, 0].unique().tolist()
-    return Fact(
-        kind="transposed",
-        where=list_text("row", names),
-        what="heads and elements are exchanged: [num_heads, head_size] was stored as [head_size, "
-        "num_heads]",
-        values={"rows": names[:1000]},
-        accounts_for=int(left.sum()),
-    )
+    what = "heads and elements are exchanged: [num_heads, head_size] was stored as [head_size, num_heads]"
+    values = {"rows": names[:1000]}
+    return Fact("transposed", what, list_text("row", names), values, int(left.sum()))

@@ -12,14 +12,14 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
-from attnlab.diagnosis.candidates import Candidate
-from attnlab.diagnosis.cells import limit_of, ratio_of
+from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
-from attnlab.diagnosis.confirmation import is_hidden, with_leaks, with_second_cases
+from attnlab.diagnosis.confirmation import find_rule, is_hidden, with_leaks, with_second_cases
 from attnlab.diagnosis.decision import (
     Evidence,
     Examination,
     examine,
+    examined,
     if_all_unwritten,
     select_cause,
     status_of,
@@ -40,14 +40,13 @@ from attnlab.diagnosis.reruns import (
     with_contents,
     with_known_contents,
 )
-from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.control import Control, rows_agree
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.conclude import most_runs, xray
-from attnlab.weights.evidence import compare
-from attnlab.weights.rule import Description
+from attnlab.weights.fit import compare
+from attnlab.weights.plan import Description
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.xray import XRay, predict_case
 
@@ -64,7 +63,7 @@ def confirmed_weights(
 
     Of a batch of decodes, only decodes must follow.
     """
-    outputs = _further_outputs(lab, case, rerun)
+    outputs = list(examined(lab, map(with_known_contents, further_cases(case)), rerun))
     for description in descriptions[:_MOST]:
         cases, is_right = 0, True
         only_decodes = max(case.lengths.query_lens) == 1
@@ -87,21 +86,6 @@ def confirmed_weights(
                 right_decodes=right_decodes,
             )
     return None
-
-
-def _further_outputs(
-    lab: Lab, case: Case, rerun: Rerun
-) -> list[tuple[Case, torch.Tensor, Examination]]:
-    """Return further cases that run, with finite numbers in empty slots, and their outputs."""
-    found = []
-    for other in further_cases(case):
-        known = with_known_contents(other)
-        try:
-            output = rerun(known)
-            found.append((known, output, examine(lab, known, output, (), Pattern())))
-        except AttnLabError:
-            continue
-    return found
 
 
 def follows_from(
@@ -217,18 +201,17 @@ def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> P
 
     A claim from decodes alone is confirmed on decodes, and says so.
     """
-    claim, cases = claim_of_examination(first, case), 0
-    for other in (*further_cases(case), *few_sequences(case)):
+    claim, cases = claim_of_examination(first), 0
+    others = (_as(one, case) for one in (*further_cases(case), *few_sequences(case)))
+    if claim is None or not claim.is_rule:
+        return None
+    if claim.only_decodes:
+        others = (one for one in others if max(one.lengths.query_lens) <= 1)
+    for _, _, found in examined(lab, others, rerun, describes=True):
+        claim, is_decisive = compared(found, claim)
+        cases += is_decisive
         if claim is None or not claim.is_rule:
             return None
-        if claim.only_decodes and max(other.lengths.query_lens) > 1:
-            continue
-        try:
-            output = rerun(_as(other, case))
-        except AttnLabError:
-            continue
-        claim, is_decisive = compared(lab, _as(other, case), output, claim)
-        cases += is_decisive
     claim = _confirmed_at_edges(lab, case, claim, rerun)
     return claim if claim is not None and claim.is_rule and cases else None
 
@@ -239,11 +222,9 @@ def _confirmed_at_edges(
     """Return the claim without limits of lengths that sequences just at the limit contradict."""
     while claim is not None and claim.sequences and (limit := _limit_of(claim.sequences[0])):
         other, left = edge_case(case, limit), None
-        if other is not None:
-            try:
-                left, _ = compared(lab, _as(other, case), rerun(_as(other, case)), claim)
-            except AttnLabError:
-                left = None
+        others = [] if other is None else [_as(other, case)]
+        for _, _, found in examined(lab, others, rerun, describes=True):
+            left, _ = compared(found, claim)
         if left is not None and left.sequences[:1] == claim.sequences[:1]:
             return left
         claim = dataclasses.replace(claim, sequences=claim.sequences[1:])
@@ -260,21 +241,18 @@ def _as(other: Case, case: Case) -> Case:
     return other.replace(empty_slots=case.empty_slots, output_init=case.output_init)
 
 
-def compared(
-    lab: Lab, case: Case, output: torch.Tensor, claim: PatternClaim
-) -> tuple[PatternClaim | None, bool]:
+def compared(found: Examination, claim: PatternClaim) -> tuple[PatternClaim | None, bool]:
     """Return what is left of a claim after another output, None if nothing, and whether that was wrong."""
-    found = examine(lab, case, output, ())
-    again = claim_of_examination(found, case)
+    again = claim_of_examination(found)
     if again is None:
         return (claim if claim.predicts_none(sizes_of(found.problem)) else None), False
     return claim.common(again), True
 
 
-def claim_of_examination(found: Examination, case: Case) -> PatternClaim | None:
+def claim_of_examination(found: Examination) -> PatternClaim | None:
     """Return what the errors of an examined output claim."""
     problem, pattern = found.problem, found.diagnosis.pattern
-    ran = list(case.query_heads or range(problem.num_heads))
+    ran = list(found.evidence.heads or range(problem.num_heads))
     return claim_of(found.evidence.locations.is_wrong, ran, sizes_of(problem), pattern)
 
 

@@ -12,18 +12,441 @@ holds integers that the kernel uses; there, ``i`` is the offset of an element.
 """
 
 import ast
+import builtins
 import functools
+import hashlib
+import importlib
 import re
 import tomllib
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from attnlab.case.errors import InvalidCase
-from attnlab.horizon.machine import _BITS, Tensor
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.horizon.machine import _BITS, Libdevice, Tensor
+from attnlab.kernels.cache_folder import private_folder, writing
+from attnlab.kernels.triton.interpreter import interpreted_triton
+from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
+
+# Kernels of a Python file, a folder or a wheel, loaded without an import of their package.
+#
+# Only functions that Triton compiles, plain functions, and the names that they use are executed. A name that
+# cannot be made here raises Unavailable when a kernel uses it, so that the other kernels go on.
+
+_JIT = re.compile(r"\bjit\b")
+_GLUON = re.compile(r"\bgluon\b")
+_HAS_KERNEL = re.compile(rb"^\s*@.*\bjit\b", re.MULTILINE)
+_LIBDEVICE = ("libdevice", "tldevice")  # Triton's name, and that of vllm.triton_utils
+_REAL = ("triton", "torch", "math", "typing", "functools", "enum", "dataclasses", "collections")
+
+
+class Missing:
+    """A name that a file uses and that does not exist here. Any use raises Unavailable."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self._name}.{name}")
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unavailable(f"{self._name} does not exist here")
+
+    __call__ = __bool__ = __index__ = __mul__ = __rmul__ = __add__ = __radd__ = _refuse
+    __eq__ = __lt__ = __gt__ = __sub__ = __rsub__ = __floordiv__ = __getitem__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Loops(ast.NodeTransformer):
+    """Rewrite loops so that a run executes their first and last iterations (see machine.Loop)."""
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        call = node.iter
+        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+        if name not in ("range", "static_range"):
+            return node
+        assert isinstance(call, ast.Call)
+        loop = ast.Name(f"__loop_{node.lineno}_{node.col_offset}", ast.Load())
+        is_static = ast.Constant(name == "static_range")
+        call.func, call.args = ast.Name(LOOP_MAKER, ast.Load()), [is_static, *call.args]
+        stored, loaded = _names(node.body)
+        begin = ast.Assign([ast.Name(loop.id, ast.Store())], call)
+        node.iter = loop
+        if carried := sorted(stored & loaded):
+            names = ast.Tuple([ast.Constant(one) for one in carried], ast.Load())
+            values = ast.Call(ast.Name("locals", ast.Load()), [], [])
+            moved = ast.Call(ast.Attribute(loop, "carry", ast.Load()), [names, values], [])
+            targets = ast.Tuple([ast.Name(one, ast.Store()) for one in carried], ast.Store())
+            node.body.append(ast.Assign([targets], moved))
+        for made in (begin, node):
+            ast.copy_location(made, node)
+            ast.fix_missing_locations(made)
+        return [begin, node]
+
+    def visit_While(self, node: ast.While) -> Any:
+        self.generic_visit(node)
+        counter = ast.Name(f"__loop_{node.lineno}_{node.col_offset}", ast.Load())
+        maker = ast.Call(ast.Name(WHILE_MAKER, ast.Load()), [], [])
+        begin = ast.Assign([ast.Name(counter.id, ast.Store())], maker)
+        more = ast.Call(ast.Attribute(counter, "more", ast.Load()), [], [])
+        node.test = ast.BoolOp(ast.And(), [more, node.test])
+        for made in (begin, node):
+            ast.copy_location(made, node)
+            ast.fix_missing_locations(made)
+        return [begin, node]
+
+
+def _names(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
+    """Return the names that statements store, and those that they load."""
+    nodes = [n for one in body for n in ast.walk(one) if isinstance(n, ast.Name)]
+    stored = {n.id for n in nodes if isinstance(n.ctx, ast.Store)}
+    loaded = {n.id for n in nodes if isinstance(n.ctx, ast.Load)}
+    changed = {
+        n.target.id
+        for one in body
+        for n in ast.walk(one)
+        if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)
+    }
+    return {n for n in stored if not n.startswith("__loop_")}, loaded | changed
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """A kernel: its function under the interpreter, its definition, and the files that its code may be in.
+
+    ``defaults``: values of parameters that decorators state (autotune, heuristics), by name.
+    """
+
+    name: str
+    path: Path
+    shown: str  # the path as it is printed
+    node: ast.FunctionDef
+    file: "KernelFile" = field(repr=False)
+
+    @property
+    def function(self) -> Any:
+        """Return the interpreted function. Raises Unavailable if it cannot be made."""
+        try:
+            found = self.file.namespace.get(self.name)
+        except Exception as error:  # the file's own code ran
+            raise Unavailable(
+                f"{self.name} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        if found is None or isinstance(found, Missing):
+            raise Unavailable(f"{self.name} cannot be loaded")
+        return found
+
+
+class KernelFile:
+    """A Python file with kernels; ``files`` are all files of its source that were loaded, by path."""
+
+    def __init__(self, path: Path, root: Path, files: "dict[Path, KernelFile]") -> None:
+        self.path, self.root, self._files = path, root, files
+        self.tree = ast.parse(path.read_bytes())
+        self.lines = path.read_text(errors="replace").splitlines()
+        self.definitions: dict[str, list[ast.stmt]] = {}
+        self.functions: dict[str, ast.FunctionDef] = {}
+        for statement in _flat(self.tree.body):
+            for name in _defined(statement):
+                self.definitions.setdefault(name, []).append(statement)
+            if isinstance(statement, ast.FunctionDef) and any(
+                map(_is_jit, statement.decorator_list)
+            ):
+                self.functions[statement.name] = statement
+        self.namespace = Namespace(self)
+        files[path] = self
+
+    def called(self) -> "Iterator[tuple[Path, str]]":
+        """Yield the functions that the functions of this file call: the file and the name of each."""
+        for one in self.functions.values():
+            for node in ast.walk(one):
+                name = (
+                    node.func.id
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                    else ""
+                )
+                if name in self.definitions and (found := self.definition(name)) is not None:
+                    yield found[0].path, found[1].name
+
+    def kernels(self, called: "set[tuple[Path, str]]") -> Iterator[Kernel]:
+        """Yield the kernels: functions that are not among ``called`` and return nothing."""
+        for name, node in self.functions.items():
+            returns = any(isinstance(n, ast.Return) and n.value for n in ast.walk(node))
+            if (self.path, name) not in called and not returns:
+                shown = self.path.relative_to(self.root).as_posix()
+                yield Kernel(name=name, path=self.path, shown=shown, node=node, file=self)
+
+    def definition(self, name: str) -> "tuple[KernelFile, ast.FunctionDef] | None":
+        """Return the definition of a function that Triton compiles, here or where it is imported from."""
+        if name in self.functions:
+            return self, self.functions[name]
+        for statement in self.definitions.get(name, []):
+            if isinstance(statement, ast.ImportFrom):
+                file = _module_file(self.path, self.root, statement.module or "", statement.level)
+                if file is not None and file != self.path:
+                    alias = next(a for a in statement.names if (a.asname or a.name) == name)
+                    return file_of(file, self.root, self._files).definition(alias.name)
+        return None
+
+    def make(self, name: str) -> Any:
+        """Return what a name of the file's top level is; Missing if it cannot be made."""
+        if name in self.functions:
+            return self._function(self.functions[name])
+        is_other = [
+            isinstance(one, ast.Import | ast.ImportFrom) for one in self.definitions.get(name, [])
+        ]
+        found = sorted(
+            zip(is_other, self.definitions.get(name, []), strict=True), key=lambda pair: not pair[0]
+        )
+        for _, statement in found:  # imports first: what follows may replace a missing package
+            try:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    return self._imported(statement, name)
+                code = compile(
+                    ast.Module([statement], []), str(self.path), "exec", dont_inherit=True
+                )
+                exec(code, self.namespace)
+                return dict.__getitem__(self.namespace, name)
+            except Exception:
+                continue
+        return Missing(name)
+
+    def _function(self, node: ast.FunctionDef) -> Any:
+        """Return a function of Triton in its interpreted form."""
+        bare = ast.FunctionDef(
+            **{**{f: getattr(node, f) for f in node._fields}, "decorator_list": []}
+        )
+        ast.copy_location(bare, node)
+        for argument in [*bare.args.args, *bare.args.kwonlyargs]:
+            text = "" if argument.annotation is None else ast.unparse(argument.annotation)
+            if "constexpr" not in text and "int64" not in text and "i64" not in text:
+                argument.annotation = None
+        bare.returns = None
+        code = compile(ast.Module([bare], []), str(self.path), "exec", dont_inherit=True)
+        exec(code, self.namespace)
+        made = _jit()(dict.__getitem__(self.namespace, node.name))
+        kind = type(made.rewriter.ast_transformer)
+
+        class Transformer(kind):  # type: ignore[misc, valid-type]
+            def visit_Module(self, tree: ast.Module) -> ast.AST:
+                found: ast.AST = super().generic_visit(Loops().visit(tree))
+                return ast.fix_missing_locations(found)
+
+        made.rewriter.ast_transformer = Transformer()
+        return made
+
+    def _imported(self, statement: ast.Import | ast.ImportFrom, name: str) -> Any:
+        alias = next(
+            one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name
+        )
+        if isinstance(statement, ast.Import):
+            module = alias.name if alias.asname else name
+            return _triton_or(module)
+        module = statement.module or ""
+        if alias.name in _LIBDEVICE or module.endswith(".libdevice"):
+            library = Libdevice()
+            return library if alias.name in _LIBDEVICE else getattr(library, alias.name)
+        if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
+            return _triton_or("triton" if alias.name == "triton" else "triton.language")
+        file = _module_file(self.path, self.root, module, statement.level)
+        if file is None and (
+            inner := _module_file(
+                self.path, self.root, f"{module}.{alias.name}".strip("."), statement.level
+            )
+        ):
+            return _ModuleView(file_of(inner, self.root, self._files))
+        if file is not None:
+            other = file_of(file, self.root, self._files)
+            found = other.namespace.get(alias.name)
+            if not isinstance(found, Missing):
+                return found
+        if module.partition(".")[0] in _REAL and statement.level == 0:
+            real = _triton_or(module)
+            return getattr(real, alias.name)
+        return Missing(f"{module}.{alias.name}")
+
+
+class Namespace(dict):  # type: ignore[type-arg]
+    """The globals of a file's functions, made when they are first used."""
+
+    def __init__(self, file: KernelFile) -> None:
+        super().__init__(__name__=file.path.stem, __file__=str(file.path), __builtins__=builtins)
+        self._file = file
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        if name not in self:
+            self.prepare(name)
+        return dict.get(self, name, default)
+
+    def prepare(self, name: str) -> None:
+        """Make a name, and every name that its functions use."""
+        if name in self or hasattr(builtins, name):
+            return
+        self[name] = None
+        for statement in self._file.definitions.get(name, []):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and node.id in self._file.definitions:
+                    self.prepare(node.id)
+        made = self._file.make(name)
+        if (
+            callable(made) and getattr(made, "__triton_builtin__", False) is True
+        ):  # an alias, such as exp2 = tl.exp2
+            made = _bound(made)
+        self[name] = made
+
+
+class _ModuleView(ModuleType):
+    """A module of the source, whose names are made when they are used."""
+
+    def __init__(self, file: KernelFile) -> None:
+        super().__init__(file.path.stem)
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._file.namespace.get(name)
+
+
+def file_of(path: Path, root: Path, files: dict[Path, KernelFile]) -> KernelFile:
+    """Return a file, loaded once."""
+    return files.get(path) or KernelFile(path, root, files)
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those in its ``if`` and ``try``."""
+    for one in body:
+        yield one
+        if isinstance(one, ast.If | ast.Try):
+            yield from _flat([*one.body, *one.orelse])
+            for handler in getattr(one, "handlers", []):
+                yield from _flat(handler.body)
+
+
+def _defined(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        yield statement.name
+    elif isinstance(statement, ast.Import | ast.ImportFrom):
+        for alias in statement.names:
+            yield alias.asname or alias.name.partition(".")[0]
+    elif isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for node in targets:
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    text = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    return _JIT.search(text) is not None and not _GLUON.search(text) and "cute" not in text
+
+
+@functools.cache
+def _jit() -> Any:
+    return interpreted_triton().jit
+
+
+def _bound(builtin: Any) -> Any:
+    """Return a function of the language as the interpreter calls it."""
+    from triton.runtime import interpreter
+
+    return functools.partial(builtin, _semantic=interpreter.interpreter_semantic)
+
+
+def _triton_or(name: str) -> Any:
+    if name == "triton":
+        return interpreted_triton()
+    if name.partition(".")[0] not in _REAL:
+        return Missing(name)
+    return importlib.import_module(name)
+
+
+def _module_file(path: Path, root: Path, module: str, level: int) -> Path | None:
+    """Return the file of a module in the source, or None."""
+    base = root
+    if level:
+        base = path.parent
+        for _ in range(level - 1):
+            base = base.parent
+    target = base.joinpath(*module.split(".")) if module else base
+    for candidate in (target.with_suffix(".py"), target / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def kernel_files(source: Path) -> tuple[Path, list[Path]]:
+    """Return the root of a source, and its files that have kernels.
+
+    Raises InvalidCase if ``source`` is not a Python file, a wheel or a folder.
+    """
+    source = source.resolve()
+    if source.is_file() and source.suffix == ".py":
+        return _root_of(source), [source]
+    if source.is_file() and source.suffix == ".whl":
+        source = _unpacked(source)
+    if not source.is_dir():
+        raise InvalidCase(
+            f"source must be a Python file, a wheel or a folder, got {source}", field="source"
+        )
+    found = [one for one in sorted(source.rglob("*.py")) if _HAS_KERNEL.search(one.read_bytes())]
+    return (_root_of(found[0]) if found else source), found
+
+
+def load_kernels(
+    source: Path, only: Sequence[Path] | None = None
+) -> tuple[list[Kernel], dict[Path, KernelFile], dict[str, str]]:
+    """Return the kernels of a source, its loaded files, and the files that are no Python, with the reason.
+
+    ``only``: the files of the folder ``source``, which contains the package, to take kernels from.
+    """
+    root, paths = kernel_files(source) if only is None else (source, list(only))
+    files: dict[Path, KernelFile] = {}
+    broken: dict[str, str] = {}
+    for path in paths:
+        try:
+            file_of(path, root, files)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            broken[path.name] = f"{type(error).__name__}: {error}"
+    called = {pair for path in paths if path in files for pair in files[path].called()}
+    return (
+        [one for path in paths if path in files for one in files[path].kernels(called)],
+        files,
+        broken,
+    )
+
+
+def _root_of(file: Path) -> Path:
+    """Return the folder that contains the package of a file."""
+    folder = file.resolve().parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        folder = folder.parent
+    return folder
+
+
+def _unpacked(wheel: Path) -> Path:
+    """Return a folder with the Python files of a wheel that have kernels, or that such files import."""
+    stat = wheel.stat()
+    key = hashlib.sha256(
+        f"{wheel.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()
+    ).hexdigest()
+    folder = private_folder("horizon", key[:16])
+    if not (folder / ".complete").exists():
+        with writing(), zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                parts = Path(name).parts
+                if name.endswith(".py") and ".." not in parts and not name.startswith("/"):
+                    archive.extract(name, folder)
+            (folder / ".complete").touch()
+    return folder
+
 
 _TENSOR = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\s*strides\s*\[(?P<strides>[^\]]*)\])?(?:\s*=\s*(?P<values>.*))?$"

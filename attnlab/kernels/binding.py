@@ -24,8 +24,7 @@ from attnlab.kernels.vllm.features import check_call
 from attnlab.library.op import names_in
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import flash
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import flash, mask_of
 from attnlab.tensors.formats import coarse_step
 
 Arguments = dict[str, Any]

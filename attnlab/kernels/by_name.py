@@ -27,64 +27,46 @@ from attnlab.tensors.case_call import flash
 
 # All keys of a sequence, in ops that read every key from the cache; of ops that get new tokens, those before.
 CONTEXT_LENS = "context_lens"
+# By field, the names of parameters that stand for it; without any, its own.
+_ROWS = """\
+query: query q
+key_cache: key_cache k_cache k_buffer
+value_cache: value_cache v_cache v_buffer
+key: key k
+value: value v
+output: output out o
+block_table: block_table block_tables b_loc req_to_token page_table block_offsets
+request_index: b_req_idx req_pool_indices
+token_starts: kv_indptr
+token_slots: kv_indices
+seq_lens: seq_lens seqused_k b_seq_len cache_seqlens kv_seqlens kv_lens context_lens
+query_start_loc: query_start_loc cu_seqlens_q b_start_loc cum_seq_lens_q qo_indptr q_start_loc
+slot_mapping
+max_query_len: max_query_len max_seqlen_q max_input_len max_q_len
+max_seq_len: max_seq_len max_seqlen_k max_kv_len
+sm_scale: sm_scale softmax_scale scale
+k_scale: k_scale k_descale
+v_scale: v_scale v_descale
+softcap: softcap logit_cap logits_soft_cap
+alibi_slopes
+sinks: sinks s_aux
+sliding_window
+kv_cache_dtype
+q_scale: q_scale q_descale
+output_scale: output_scale fp8_out_scale
+causal: causal is_causal
+mm_prefix_range
+mm_prefix_clamp_sliding_window
+rswa_prefix_lens
+chunk_lookback
+qq_bias
+lse: lse softmax_lse
+before
+op
+layout"""
 NAMES: dict[str, tuple[str, ...]] = {
-    "query": ("query", "q"),
-    "key_cache": ("key_cache", "k_cache", "k_buffer"),
-    "value_cache": ("value_cache", "v_cache", "v_buffer"),
-    "key": ("key", "k"),
-    "value": ("value", "v"),
-    "output": ("output", "out", "o"),
-    "block_table": (
-        "block_table",
-        "block_tables",
-        "b_loc",
-        "req_to_token",
-        "page_table",
-        "block_offsets",
-    ),
-    "request_index": ("b_req_idx", "req_pool_indices"),
-    "token_starts": ("kv_indptr",),
-    "token_slots": ("kv_indices",),
-    "seq_lens": (
-        "seq_lens",
-        "seqused_k",
-        "b_seq_len",
-        "cache_seqlens",
-        "kv_seqlens",
-        "kv_lens",
-        CONTEXT_LENS,
-    ),
-    "query_start_loc": (
-        "query_start_loc",
-        "cu_seqlens_q",
-        "b_start_loc",
-        "cum_seq_lens_q",
-        "qo_indptr",
-        "q_start_loc",
-    ),
-    "slot_mapping": ("slot_mapping",),
-    "max_query_len": ("max_query_len", "max_seqlen_q", "max_input_len", "max_q_len"),
-    "max_seq_len": ("max_seq_len", "max_seqlen_k", "max_kv_len"),
-    "sm_scale": ("sm_scale", "softmax_scale", "scale"),
-    "k_scale": ("k_scale", "k_descale"),
-    "v_scale": ("v_scale", "v_descale"),
-    "softcap": ("softcap", "logit_cap", "logits_soft_cap"),
-    "alibi_slopes": ("alibi_slopes",),
-    "sinks": ("sinks", "s_aux"),
-    "sliding_window": ("sliding_window",),
-    "kv_cache_dtype": ("kv_cache_dtype",),
-    "q_scale": ("q_scale", "q_descale"),
-    "output_scale": ("output_scale", "fp8_out_scale"),
-    "causal": ("causal", "is_causal"),
-    "mm_prefix_range": ("mm_prefix_range",),
-    "mm_prefix_clamp_sliding_window": ("mm_prefix_clamp_sliding_window",),
-    "rswa_prefix_lens": ("rswa_prefix_lens",),
-    "chunk_lookback": ("chunk_lookback",),
-    "qq_bias": ("qq_bias",),
-    "lse": ("lse", "softmax_lse"),
-    "before": ("before",),
-    "op": ("op",),
-    "layout": ("layout",),
+    field: tuple(names.split()) or (field,)
+    for field, _, names in (row.partition(":") for row in _ROWS.split("\n"))
 }
 # Arguments that repeat a size of the tensors: neutral if they have this value.
 SIZES: dict[str, Callable[[KernelCall], int]] = {

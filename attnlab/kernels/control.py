@@ -20,7 +20,7 @@ from attnlab.case.shown import Document
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import same_numbers
+from attnlab.tensors.formats import same_numbers
 
 MOST_RUNS, _MOST_S = 8, 10.0  # of one call, to count how many runs differ
 _MOST_BYTES = 1 << 30  # of an output, of which copies are kept

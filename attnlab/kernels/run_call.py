@@ -9,8 +9,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
+from attnlab.contracts.dispatch import kernels_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, OnStep, RunOptions, ignore_step
 from attnlab.kernels.by_name import NATIVE

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.lab.rounding import Rounding
-from attnlab.tensors.batch import Batch
-from attnlab.tensors.cache import MOST_COPIED, interleaved
+from attnlab.lab.reference import Rounding
+from attnlab.tensors.cache import MOST_COPIED, Batch, interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.quantised import (

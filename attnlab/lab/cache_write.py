@@ -12,18 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.lengths import Lengths
+from attnlab.case.case import Case, Lengths
 from attnlab.contracts.contract import Target
 from attnlab.kernels import model as paged
 from attnlab.kernels.model import as_output, slot_mapping, written_cache
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import distance
 from attnlab.tensors.formats import (
     FORMATS,
     LEAST_SCALE,
     ElementFormat,
+    distance,
     pack_int4,
     rotate,
     rotation_size,

@@ -17,11 +17,12 @@ from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.kernels.backend import Backend, RunOutput
 from attnlab.lab.lab import Lab
 from attnlab.lab.products import batch_key, cache_key
-from attnlab.tensors.batch import Batch, distribution_of
 from attnlab.tensors.cache import (
+    Batch,
     PagedCache,
     addresses,
     as_flash,
+    distribution_of,
     freed_blocks,
     interleaved,
     with_empty_slots,

@@ -4,23 +4,36 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.errors import KernelFailed, KernelRejected
+from attnlab.case.case import Case, as_case
+from attnlab.case.errors import InvalidCall, KernelFailed, KernelRejected
+from attnlab.case.fields import is_plugin
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL
+from attnlab.case.platforms import STAGES
+from attnlab.case.shown import Shown, json_value
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import runs_of, written_rows
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend, model
-from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput, announced, cell_steps
+from attnlab.kernels.backend import (
+    Backend,
+    OnStep,
+    RunOptions,
+    RunOutput,
+    announced,
+    cell_steps,
+    in_parts,
+)
 from attnlab.kernels.control import run_backend
 from attnlab.lab.cache_write import (
     as_numbers,
@@ -30,7 +43,7 @@ from attnlab.lab.cache_write import (
     write_bound,
 )
 from attnlab.lab.cache_write import expected_argument_write as expected_write
-from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.decode_error import DecodedError, ErrorAnswer, ErrorText, decode
 from attnlab.lab.problem import Predicted, Problem
 from attnlab.lab.products import (
     SharedProducts,
@@ -41,22 +54,21 @@ from attnlab.lab.products import (
     prefill_key,
     reference_key,
 )
-from attnlab.lab.reference import Reference, exact_attention
+from attnlab.lab.reference import Reference, exact_attention, rounding_bound
 from attnlab.lab.result import (
+    ErrorMap,
     MemoryReport,
     Result,
     SideError,
     lse_bound,
+    map_errors,
     report,
     side_errors,
     traced,
 )
-from attnlab.lab.rounding import rounding_bound
-from attnlab.tensors.batch import Batch, make_batch
-from attnlab.tensors.cache import PagedCache, make_cache
+from attnlab.tensors.cache import Batch, PagedCache, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_call, make_output
-from attnlab.tensors.case_visibility import visibility_of
+from attnlab.tensors.case_call import make_call, make_output, visibility_of
 
 
 @dataclass(slots=True)
@@ -247,7 +259,7 @@ class Lab:
         """Return the errors of the call's output against ``expected``; of a cache write, by slot."""
         tolerance = case.tolerance
         if not case.spec.writes_cache:
-            return compare(
+            return map_errors(
                 call.buffer,
                 expected,
                 case.lengths,
@@ -260,7 +272,7 @@ class Lab:
         slots = as_numbers(call.buffer[order], expected[order])
         plain = lambda: self.reference(case.replace(op_argument=NONE))[order]  # noqa: E731
         bound = write_bound(case, plain, is_native=self.is_native_run(case))
-        return compare(*slots, slot_lengths(case), tolerance or bound, case.rtol)
+        return map_errors(*slots, slot_lengths(case), tolerance or bound, case.rtol)
 
     def bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""
@@ -402,3 +414,185 @@ def drawing_ahead(lab: Lab, cases: Sequence[Case]) -> Iterator[Iterator[Case]]:
         room.release()
         if thread.ident is not None:
             thread.join()
+
+
+# The table of stages: one Case in every stage of the test, on several platforms.
+
+PLATFORMS_SHOWN = ("gfx942", "sm_90")
+
+
+def platforms_shown(case: Case) -> tuple[str, ...]:
+    """Return the default columns of a Case's table.
+
+    vLLM's CPU op and a user's kernel do not depend on the platform: their table has one column.
+    """
+    is_one = case.backend == "vllm-cpu" or is_plugin(case.backend)
+    return (case.platform,) if is_one else PLATFORMS_SHOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The outcome of one Case of the table, without tensors.
+
+    ``decode_error`` and ``prefill_error`` are the largest absolute errors over the rows of sequences with
+    one new token and with more; None if there is no such row or the call was rejected.
+    """
+
+    stage: str
+    platform: str
+    status: str
+    verdict: str
+    mismatched: int | None
+    total: int | None
+    first_index: tuple[int, int, int] | None
+    decode_kernel: str | None
+    decode_error: float | None
+    prefill_error: float | None
+
+
+class StageTable(Shown, list[Cell]):
+    """The cells of a table of stages, stage by stage; ``case``: the Case that they were made from."""
+
+    __slots__ = ("case",)
+
+    def __init__(self, cells: Iterable[Cell] = (), *, case: Case | None = None) -> None:
+        super().__init__(cells)
+        self.case = case
+
+
+def stage_table(
+    lab: Lab,
+    case: Case,
+    platforms: Sequence[str] = PLATFORMS_SHOWN,
+    on_cell: Callable[[int, int], None] | None = None,
+) -> StageTable:
+    """Run the Case in each stage on each platform; return the cells stage by stage.
+
+    ``on_cell`` is called before each cell with the number of finished cells and of all cells. The cells
+    share batch, cache and reference as far as their stages allow.
+    """
+    plan = [
+        case.replace(stage=stage, platform=platform) for stage in STAGES for platform in platforms
+    ]
+    cells: dict[int, Cell] = {}
+    order = sorted(range(len(plan)), key=lambda i: plan[i].staging.fill)  # equal ones share a cache
+    for i in in_parts(order):
+        if on_cell is not None:
+            on_cell(len(cells), len(plan))
+        cells[i] = _cell(lab, plan[i])
+    return StageTable([cells[i] for i in range(len(plan))], case=case)
+
+
+def _cell(lab: Lab, case: Case) -> Cell:
+    result = lab.run(case)
+    errors = result.errors
+    return Cell(
+        stage=case.stage,
+        platform=case.platform,
+        status=result.status,
+        verdict=result.verdict,
+        mismatched=None if errors is None else errors.mismatched,
+        total=None if errors is None else errors.total,
+        first_index=None if errors is None else errors.first_index,
+        decode_kernel=result.decision.decode,
+        decode_error=None if errors is None else _largest(errors.seq_error(), case, decode=True),
+        prefill_error=None if errors is None else _largest(errors.seq_error(), case, decode=False),
+    )
+
+
+def _largest(seq_error: list[float], case: Case, decode: bool) -> float | None:
+    """Return the largest error of the decode sequences, or of the others; NaN is the largest."""
+    errors = [
+        error
+        for error, query_len in zip(seq_error, case.lengths.query_lens, strict=True)
+        if (query_len == 1) == decode
+    ]
+    return max(errors, key=lambda error: (error != error, error), default=None)
+
+
+def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the table as values of strict JSON."""
+    rows = [json_value(dataclasses.asdict(cell)) for cell in cells]
+    return {"case": json_value(case.changes()), "backend": case.backend, "cells": rows}
+
+
+# The part of ``import attnlab`` that runs Cases and compares outputs.
+#
+# Every function accepts a Case or a pytest id, and changes of its fields as keywords. Without ``lab`` it
+# uses a default Lab, which keeps the last batches, caches and references.
+
+
+@cache
+def default_lab() -> Lab:
+    """Return the Lab that the public functions share."""
+    return Lab()
+
+
+def run(case: Case | str, *, lab: Lab | None = None, **changes: Any) -> Result:
+    """Run a Case and compare its output with the reference.
+
+    Raises InvalidCase for a wrong field, and Unavailable if the backend or the memory is missing. A call
+    that the kernel rejects is a Result of status "rejected".
+    """
+    return (lab or default_lab()).run(as_case(case, **changes))
+
+
+def stages(
+    case: Case | str,
+    *,
+    platforms: Sequence[str] | None = None,
+    lab: Lab | None = None,
+    **changes: Any,
+) -> StageTable:
+    """Run a Case in every stage of the test, on several platforms (default: gfx942 and sm_90)."""
+    case = as_case(case, **changes)
+    return stage_table(lab or default_lab(), case, platforms or platforms_shown(case))
+
+
+def reference(case: Case | str, *, lab: Lab | None = None, **changes: Any) -> torch.Tensor:
+    """Return the correct output of a Case, [num_tokens, num_heads, head_size], computed plainly.
+
+    The dtype is the Case's ``reference_dtype``. The op reshape_and_cache_flash has the cache as its output.
+    """
+    return (lab or default_lab()).reference(as_case(case, **changes)).clone()
+
+
+def compare(
+    case: Case | str, output: torch.Tensor, *, lab: Lab | None = None, **changes: Any
+) -> ErrorMap:
+    """Return the errors of an output of a Case, of any backend, against the reference.
+
+    ``output``: shape and dtype of the Case's own output. Raises InvalidCall for another.
+    """
+    case, lab = as_case(case, **changes), lab or default_lab()
+    call = lab.call(case)
+    for name in ("shape", "dtype"):
+        expected, got = getattr(call.output, name), getattr(output, name)
+        if got != expected:
+            raise InvalidCall(f"output must have {name} {_text(expected)}, got {_text(got)}")
+    call.buffer.copy_(output)
+    return lab.errors(case, call, lab.reference(case))
+
+
+def _text(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def decode_error(
+    text: str, case: Case | str | None = None, **changes: Any
+) -> DecodedError | ErrorAnswer:
+    """Return which sequence, token and kernel the text of a failed test is about.
+
+    ``text``: the message of ``torch.testing.assert_close``, an index, or the output of pytest. ``case`` is
+    the Case or the pytest id of the test (default: the id in the text, else ``Case()``). A dtype error, a
+    failed ``torch.allclose`` and an index of a cache give an ErrorAnswer. Raises InvalidCase if the text
+    has nothing to decode or does not match the Case.
+    """
+    found = ErrorText.read(text)
+    if case is not None:
+        found = dataclasses.replace(
+            found, test_id=case if isinstance(case, str) else None, refusal=""
+        )
+    start = Case() if case is None and found.test_id is None else case or found.test_id
+    assert start is not None
+    return decode(found, as_case(start, **changes))

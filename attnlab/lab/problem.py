@@ -23,12 +23,10 @@ from attnlab.lab.argument_reference import (
     argument_rounding,
     in_numbers,
 )
-from attnlab.lab.rounding import Int4Rounding, Rounding
-from attnlab.tensors.batch import Batch, make_batch
-from attnlab.tensors.cache import make_cache
+from attnlab.lab.reference import Int4Rounding, Rounding
+from attnlab.tensors.cache import Batch, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_call, make_output
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import make_call, make_output, mask_of
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
 from attnlab.tensors.quantised import Formats
 from attnlab.tensors.quantised import in_numbers as call_in_numbers

@@ -11,7 +11,7 @@ import torch
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.case.shown import Document, Shown, json_fields
+from attnlab.case.shown import Document, HostileReport
 from attnlab.kernels.cuda.backend import cache_ops, has_source
 from attnlab.kernels.vllm.backend import calling, load
 from attnlab.kernels.vllm.source import Source, find_source
@@ -551,26 +551,13 @@ class WriteResult(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class WriteReport(Shown):
+class WriteReport(HostileReport):
     """What hostile cache writes found. ``backend``: whose ops ran."""
+
+    _noun = "writes"
 
     backend: str
     results: tuple[WriteResult, ...]
-
-    @property
-    def findings(self) -> tuple[WriteResult, ...]:
-        """Return the writes that are wrong, and those that failed."""
-        return tuple(one for one in self.results if one.status in ("mismatch", "failed"))
-
-    @property
-    def unavailable(self) -> tuple[WriteResult, ...]:
-        """Return the writes that could not run."""
-        return tuple(one for one in self.results if one.status == "unavailable")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as values of strict JSON."""
-        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
-        return {**json_fields(self), **counts, "writes": len(self.results)}
 
 
 NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE = "numbers", "scales", "zero points", "elsewhere"

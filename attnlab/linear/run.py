@@ -20,7 +20,7 @@ from attnlab.kernels.vllm.backend import is_stated, one_line
 from attnlab.kernels.vllm.loader import OnCpu
 from attnlab.kernels.vllm.source import Source
 from attnlab.linear.state_call import StateCall
-from attnlab.linear.state_plan import Evaluated, StatePlan, Units, right_plan
+from attnlab.linear.state_plan import Evaluated, Units, right_plan
 from attnlab.linear.state_plan import evaluate as evaluate_plan
 
 
@@ -37,7 +37,6 @@ class StateOutput:
 
 
 Runner = Callable[[StateCall], StateOutput]
-Edit = Callable[[StatePlan], StatePlan]
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "key_first": lambda states: None if states is None else states.mT.contiguous(),
     "packed": lambda *parts: torch.cat([one.flatten(1) for one in parts], 1),
@@ -118,22 +117,6 @@ def _arguments(function: Callable[..., Any], call: StateCall, names: _Names) -> 
     texts = {name: text for name, text in call.op.arguments.items() if name in known}
     given = {name: evaluate(text, names) for name, text in texts.items()}
     return passed(function, given, call.op.name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRunner:
-    """Computes the plan of a call in float64, changed by ``edit``, and rounds what is stored."""
-
-    edit: Edit = lambda plan: plan
-
-    def __call__(self, call: StateCall) -> StateOutput:
-        """Return what the changed plan gives."""
-        found = evaluate_plan(self.edit(right_plan(call)))
-        return StateOutput(
-            output=found.output.to(call.value.dtype),
-            states=found.states.to(call.states.dtype),
-            log=RunLog(),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attnlab.case.case import Lengths
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import FieldType, Flag, Int, Lens, Maybe, Number, OneOf, group, refuse
-from attnlab.case.lengths import Lengths
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Document

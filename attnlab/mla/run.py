@@ -10,25 +10,32 @@ import torch
 
 from attnlab.case.errors import KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Document, Shown, json_fields, json_number
-from attnlab.mla.arithmetic import Arithmetic, Exact, Observed, copied
+from attnlab.case.shown import Document, HostileReport, Shown, json_fields, json_number
 from attnlab.mla.faults import MLA_FAULTS, SOUND, Fault, Span, chunks_of, faults_of
 from attnlab.mla.mla_case import DECODE, MLA_BACKENDS, PACKED, PREFILL, SHARDS, MlaCase, variants_of
-from attnlab.mla.ops import DecodeCall, Last, MlaOps, ModelOps, VllmOps, in_pages
 from attnlab.mla.partial import (
+    Arithmetic,
+    DecodeCall,
+    Exact,
     Inputs,
+    Last,
+    MlaOps,
+    ModelOps,
+    Observed,
     Partial,
     Seen,
-    Sequence,
+    SequenceRows,
+    VllmOps,
+    copied,
     empty_partial,
     gathered,
+    in_pages,
     make_inputs,
     numbers,
     projected,
     row_starts,
 )
-from attnlab.tensors.comparison import distance
-from attnlab.tensors.formats import FORMATS
+from attnlab.tensors.formats import FORMATS, distance
 
 # The three paths to the output, step by step, with any arithmetic and any fault.
 
@@ -88,7 +95,7 @@ def _prefill(case: MlaCase, inputs: Inputs, how: Arithmetic, fault: Fault) -> li
     return [*steps, Step(name="merge new tokens", kind="merge", result=output)]
 
 
-def _projected(case: MlaCase, inputs: Inputs, fault: Fault) -> list[Sequence]:
+def _projected(case: MlaCase, inputs: Inputs, fault: Fault) -> list[SequenceRows]:
     """Return keys and values of each sequence: the context from the cache, new tokens as they are."""
     starts, dtype, found = row_starts(case), FORMATS[case.dtype].dtype, []
     for seq, (latent, ctx_len) in enumerate(zip(inputs.latents, case.ctx_lens, strict=True)):
@@ -97,11 +104,13 @@ def _projected(case: MlaCase, inputs: Inputs, fault: Fault) -> list[Sequence]:
         key, value = projected(case, inputs, torch.cat([context, latent[ctx_len:]]))
         rows = slice(starts[seq], starts[seq + 1])
         query = inputs.query[rows].double()
-        found.append(Sequence(rows=rows, query=query, key=key, value=value))
+        found.append(SequenceRows(rows=rows, query=query, key=key, value=value))
     return found
 
 
-def _context(case: MlaCase, seqs: list[Sequence], spans: list[Span], fault: Fault) -> list[Seen]:
+def _context(
+    case: MlaCase, seqs: list[SequenceRows], spans: list[Span], fault: Fault
+) -> list[Seen]:
     found = []
     for span in spans:
         start, end = fault.spans(case, span.continues, span.start, span.end)
@@ -112,7 +121,7 @@ def _context(case: MlaCase, seqs: list[Sequence], spans: list[Span], fault: Faul
     return found
 
 
-def _new_tokens(case: MlaCase, seqs: list[Sequence]) -> list[Seen]:
+def _new_tokens(case: MlaCase, seqs: list[SequenceRows]) -> list[Seen]:
     found = []
     for one, ctx_len in zip(seqs, case.ctx_lens, strict=True):
         keys, at = torch.arange(one.key.shape[0]), torch.arange(one.query.shape[0])[:, None]
@@ -177,7 +186,7 @@ def _latent_row(
 ) -> Seen:
     """Return a row that sees all of some latents, [n, latent_size]."""
     value = latent[:, None, first : first + case.kv_lora_rank]
-    one = Sequence(
+    one = SequenceRows(
         rows=slice(row, row + 1), query=query[None].double(), key=latent[:, None], value=value
     )
     return Seen(sequence=one, mask=torch.ones(1, len(latent), dtype=torch.bool))
@@ -375,27 +384,12 @@ class VariantResult(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class MlaReport(Shown):
+class MlaReport(HostileReport):
     """What the hostile cases of MLA found in the ops of a release."""
 
     release: str
     backend: str
     results: tuple[VariantResult, ...]
-
-    @property
-    def findings(self) -> tuple[VariantResult, ...]:
-        """Return the cases with a wrong output."""
-        return tuple(one for one in self.results if one.result and one.result.status != MATCH)
-
-    @property
-    def unavailable(self) -> tuple[VariantResult, ...]:
-        """Return the cases that could not run."""
-        return tuple(one for one in self.results if one.result is None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as values of strict JSON."""
-        counts = {name: len(getattr(self, name)) for name in ("findings", "unavailable")}
-        return {**json_fields(self), **counts, "cases": len(self.results)}
 
 
 def run_path(

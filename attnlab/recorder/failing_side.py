@@ -19,15 +19,15 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.candidates import locate
 from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_ran
-from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.arguments import LAUNCH
 from attnlab.recorder.patches import Function, Patches, note_of, set_note
 from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.comparison import distance
+from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers
 
 # Comparisons: what a test passed to a comparison of torch or numpy.

@@ -21,7 +21,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.diagnosis.captured import check_diagnosable, problem_of
-from attnlab.mutation.report import MUTANTS, sample_correct, score
+from attnlab.mutation.power import MUTANTS, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
 from attnlab.recorder.failure_report import FailureReport, report_failure

@@ -13,7 +13,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.case.platforms import machine_platform
-from attnlab.diagnosis.public import diagnose, violations
+from attnlab.diagnosis.captured import diagnose_any, violations_of
 from attnlab.kernels.runner import runners
 from attnlab.lab.lab import Lab
 from attnlab.recorder.dumps import read_call
@@ -145,7 +145,7 @@ def experiments(start: Start, call: KernelCall, lab: Lab, on_step: OnStep) -> _F
     if not small.is_failing:
         raise AttnLabError(f"an investigation needs a call that fails: {small.sentences()[0]}")
     on_step("searching the cause", 1, _STEPS)
-    found = diagnose(call, locate=False, **where)
+    found = diagnose_any(call, locate=False, **where)
     on_step("measuring weights", 2, _STEPS)
     of = "call" if _is_small(call) else "small.call"
     subject = call if _is_small(call) else small.call
@@ -156,7 +156,7 @@ def experiments(start: Start, call: KernelCall, lab: Lab, on_step: OnStep) -> _F
         sentences=tuple(found.sentences()),
         status=found.status,
         sizes=[small.after[name] for name in _SIZES],
-        violations=[one.kind for one in violations(call) if one.effect != "harmless"],
+        violations=[one.kind for one in violations_of(call) if one.effect != "harmless"],
         xray=seen.status,
         xray_of=of,
         weights=seen.sentences[0],

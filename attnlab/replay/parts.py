@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_visibility import cut_prefixes, cut_ranges
+from attnlab.tensors.case_call import cut_prefixes, cut_ranges
 
 # The data of a mask for a part of a call: cut to the rows and keys that are kept.
 #

@@ -13,8 +13,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.shown import Document, Shown
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
+from attnlab.contracts.dispatch import kernels_of
 from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured, where_it_ran
 from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.kernels.backend import Backend

@@ -64,7 +64,7 @@ _IMPORTED = (
     "ipykernel.kernelapp",
     "ipykernel.ipkernel",
     "attnlab.lab.lab",
-    "attnlab.lab.run",
+    "attnlab.lab.lab",
     "attnlab.show.notebook",
     "attnlab.show.plots",
     "attnlab.diagnosis.diagnose",

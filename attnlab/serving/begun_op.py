@@ -19,13 +19,12 @@ from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading
 from attnlab.recorder.snapshot import copied
 from attnlab.replay.parts import view_of_kv_heads, whole, with_sequences
 from attnlab.serving.batch import Integers, LayerCall, ReadArguments, Request, Step
-from attnlab.serving.capture_state import CaptureState, KeptCalls
-from attnlab.serving.record import Observation
+from attnlab.serving.capture_state import CaptureState, KeptCalls, Observation
 from attnlab.serving.slots import FollowedSlots
 from attnlab.tensors.cache import find_layout
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import has_scaled_output, in_numbers
-from attnlab.weights.rule import numbers
+from attnlab.weights.plan import numbers
 
 # Check the values of a call in place: some rows and heads against the reference, with the derived bound.
 

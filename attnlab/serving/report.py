@@ -10,7 +10,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.shown import Document, Shown, json_fields
-from attnlab.serving.record import KINDS, Observation, read_records
+from attnlab.serving.capture_state import KINDS, Observation, read_records
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
 
 

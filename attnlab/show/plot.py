@@ -6,12 +6,11 @@ from attnlab.case.case import Case
 from attnlab.case.errors import named_extra
 from attnlab.case.fields import refuse
 from attnlab.lab.cache_write import owners_of
-from attnlab.lab.error_map import ErrorMap
-from attnlab.lab.result import Result
-from attnlab.lab.run import StageTable
+from attnlab.lab.lab import StageTable
+from attnlab.lab.result import ErrorMap, Result
 from attnlab.mla.run import MlaResult
-from attnlab.mutation.report import MutationReport
-from attnlab.tensors.case_visibility import longest_mask
+from attnlab.mutation.power import MutationReport
+from attnlab.tensors.case_call import longest_mask
 from attnlab.weights.xray import XRay, key_columns
 
 if TYPE_CHECKING:

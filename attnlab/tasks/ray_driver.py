@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from attnlab.tasks.interrupts import end_descendants
+from attnlab.tasks.run import end_descendants
 
 JOB, START, RUN, KILL, CLOSE = "job", "start", "run", "kill", "close"
 REACHED, CONNECTED, FAILED = "reached", "connected", "failed"

@@ -18,9 +18,9 @@ from typing import Any
 from attnlab.case.errors import AttnLabError, Unavailable, check_installed
 from attnlab.kernels.child_process import run_in_child
 from attnlab.tasks import ray_driver as driver
-from attnlab.tasks.interrupts import end_tree
 from attnlab.tasks.local import Pool, Slot
 from attnlab.tasks.ray_actor import PickledJob
+from attnlab.tasks.run import end_tree
 from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, Job, Outcome, Stop, Task, never
 
 _POLL_S = 0.1

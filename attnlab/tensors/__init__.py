@@ -1,7 +1,6 @@
 """Batch, PagedCache and KernelCall: the tensors of one attention call."""
 
-from attnlab.tensors.batch import Batch, make_batch
-from attnlab.tensors.cache import PagedCache, Provenance, make_cache
+from attnlab.tensors.cache import Batch, PagedCache, Provenance, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 

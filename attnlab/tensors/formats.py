@@ -193,3 +193,18 @@ def _signs(size: int) -> torch.Tensor:
     """Return the signs of a rotation, [size] float64."""
     generator = torch.Generator().manual_seed(_SIGN_SEED)
     return 2.0 * torch.bernoulli(torch.full((size,), 0.5), generator=generator).double() - 1.0
+
+
+# The comparison of numbers of which some may be NaN or infinite.
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors have the same number, bool; NaN is the same as NaN."""
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the absolute difference in float64: 0 where both are NaN or equal, infinite where one is NaN."""
+    one, other = one.double(), other.double()
+    far = (one - other).abs().nan_to_num(torch.inf, torch.inf)
+    return far.masked_fill(same_numbers(one, other), 0.0)

@@ -12,21 +12,27 @@ from attnlab.case.case import Case, as_case
 from attnlab.case.errors import AttnLabError, InvalidCall, InvalidCase, NotDeterministic
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.case.ops import check_weighs_values
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.dispatch import decide, kernels_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import controlled, is_controlled
-from attnlab.lab.lab import Lab
+from attnlab.lab.lab import Lab, default_lab
 from attnlab.lab.products import check_memory
-from attnlab.lab.run import default_lab
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import SlotOwners, num_slots
-from attnlab.weights.evidence import compare, explained, some_rows, too_coarse
-from attnlab.weights.fit import Law, Magnitudes, fit_law, fit_magnitudes, pattern
-from attnlab.weights.key_rules import KeyHead, TileTimes
+from attnlab.weights.fit import (
+    Law,
+    Magnitudes,
+    compare,
+    explained,
+    fit_law,
+    fit_magnitudes,
+    pattern,
+    some_rows,
+    too_coarse,
+)
 from attnlab.weights.measurement import (
     COARSE_VALUES,
     MOST_RUNS,
@@ -38,9 +44,8 @@ from attnlab.weights.measurement import (
     is_coarse,
     runner,
 )
-from attnlab.weights.plan import right_plan
-from attnlab.weights.rule import Constant, Description, Rule, numbers
-from attnlab.weights.score_rules import Gain, HeadGain, HeadScore, Power, ScoreFactor
+from attnlab.weights.plan import Constant, Description, Rule, numbers, right_plan
+from attnlab.weights.rules import Gain, HeadGain, HeadScore, KeyHead, Power, ScoreFactor, TileTimes
 from attnlab.weights.search import MAX_RULES, Found, describe
 from attnlab.weights.setup import (
     AttentionSetup,
@@ -50,8 +55,7 @@ from attnlab.weights.setup import (
     near_slots,
     with_value_scales,
 )
-from attnlab.weights.values import ValueFaults, predicts_values, value_faults
-from attnlab.weights.xray import XRay
+from attnlab.weights.xray import ValueFaults, XRay, predicts_values, value_faults
 
 # Another Case for a description: odd scales, other lengths and other numbers, on the same kernels.
 _OTHER_SCALE = 1.17  # of the scores, in units of the first: no constant of a rule

@@ -33,7 +33,7 @@ from attnlab.weights.codes import (
     with_finite_keys,
     with_values,
 )
-from attnlab.weights.evidence import explained, head_groups, right_weights, some_rows
+from attnlab.weights.fit import explained, head_groups, right_weights, some_rows
 from attnlab.weights.plan import right_plan
 from attnlab.weights.setup import (
     BYTES,

@@ -10,44 +10,57 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnlab.weights.evidence import Evidence, Traits, compare, explained, right_weights, traits_of
-from attnlab.weights.fit import Law, fit_law, fit_magnitudes, rules_of
-from attnlab.weights.key_rules import (
+from attnlab.weights.fit import (
+    Evidence,
+    Law,
+    Traits,
+    compare,
+    explained,
+    fit_law,
+    fit_magnitudes,
+    right_weights,
+    rules_of,
+    traits_of,
+)
+from attnlab.weights.plan import (
+    EVERYTHING,
+    LAST,
+    LAST_SEEN,
+    Constant,
+    Description,
+    Edge,
+    Partition,
+    Plan,
+    Rescale,
+    Rule,
+    Scope,
+    constants_near,
+    right_plan,
+)
+from attnlab.weights.rules import (
     HEAD_FORMS,
+    SINK_FAULTS,
     SLOPE_FORMS,
+    AlibiFactor,
+    AlibiOrigin,
+    Gain,
     KeyHead,
     KeyTimes,
+    LoopBase,
+    MaskCapped,
     NoKeys,
+    NotRescaled,
     OtherSlots,
+    Power,
+    ScoreFactor,
+    Sinks,
     SlopeOf,
+    Softcap,
     StoredRead,
     TopLeftMask,
     ZeroKeys,
     fitted_tiles,
     partitions,
-)
-from attnlab.weights.plan import LAST, LAST_SEEN, Partition, Plan, Rescale, right_plan
-from attnlab.weights.rule import (
-    EVERYTHING,
-    Constant,
-    Description,
-    Edge,
-    Rule,
-    Scope,
-    constants_near,
-)
-from attnlab.weights.score_rules import (
-    SINK_FAULTS,
-    AlibiFactor,
-    AlibiOrigin,
-    Gain,
-    LoopBase,
-    MaskCapped,
-    NotRescaled,
-    Power,
-    ScoreFactor,
-    Sinks,
-    Softcap,
 )
 from attnlab.weights.setup import AttentionSetup
 

@@ -21,7 +21,7 @@ from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.model import format_of
 from attnlab.lab.argument_reference import StoredHalf, query_as_read, wrong_reads
 from attnlab.lab.problem import Problem
-from attnlab.lab.rounding import Int4Rounding
+from attnlab.lab.reference import Int4Rounding
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import rotation_size
 from attnlab.tensors.quantised import decoded_numbers, narrow_size, stored_numbers
@@ -157,7 +157,7 @@ def bounds_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the relative and the fixed part of the bound of a weight, each [R].
 
-    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1.
+    It is the worst-case bound of :mod:`attnlab.lab.reference` for values of 0 and 1.
     """
     call = problem.call
     query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0

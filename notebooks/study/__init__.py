@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {  # the public names of each module
-    "attnlab.lab.run": "outcomes predict_stages",
+    "attnlab.lab.lab": "outcomes predict_stages",
     "attnlab.show.plots": "plot_blocks plot_fits plot_formats plot_merge plot_seq_error "
     "plot_sizes plot_story",
     "study.broken_kernel": "PLANTED left_unexplained named_by_catalogue plant "

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, Lengths
 from attnlab.case.fields import Lens
-from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from study.production import EngineRun
 from study.timeline import Attention, Timeline

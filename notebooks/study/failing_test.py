@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import Unavailable
-from attnlab.case.lengths import Lengths
 from attnlab.diagnosis.captured import where_it_ran
-from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.result import ErrorMap, map_errors
 from attnlab.replay.replay_call import expected_of
 from attnlab.tensors.call import KernelCall
 
@@ -90,7 +89,7 @@ def call_errors(call: KernelCall) -> ErrorMap:
     seq_lens = call.seq_lens.tolist()
     ctx_lens = tuple(seq - new for seq, new in zip(seq_lens, query_lens, strict=True))
     lengths = Lengths(query_lens=query_lens, ctx_lens=ctx_lens)
-    return compare(call.buffer.cpu(), expected.output, lengths, expected.bound.float(), 0.0)
+    return map_errors(call.buffer.cpu(), expected.output, lengths, expected.bound.float(), 0.0)
 
 
 def case_of_call(call: KernelCall, backend: str) -> Case:

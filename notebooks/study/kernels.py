@@ -7,9 +7,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.vllm.source import find_source
-from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
+from attnlab.lab.result import ErrorMap, Result
 from attnlab.tensors.formats import FORMATS
 
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attnlab.case.errors import Unavailable, Unsupported
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.mla.mla_case import MlaCase
-from attnlab.mla.ops import VllmOps
+from attnlab.mla.partial import VllmOps
 from attnlab.mla.run import MlaResult, run_path
 from study.broken_kernel import PlantedFault, editable_source, plant_fault
 

@@ -2,9 +2,8 @@
 
 from attnlab.case.case import Case
 from attnlab.case.pytest_id import tolerance_of_test
-from attnlab.mutation.power import Mutant, MutationReport
+from attnlab.mutation.power import MUTANTS, NINE, Mutant, MutationReport
 from attnlab.mutation.power import measure_power as power
-from attnlab.mutation.report import MUTANTS, NINE
 
 
 def mutant(case: Case, name: str) -> tuple[float, str]:

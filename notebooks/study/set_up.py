@@ -9,8 +9,8 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
+from attnlab.case.platforms import STAGES
 from attnlab.case.pytest_id import nearest_id
-from attnlab.case.stages import STAGES
 from attnlab.lab.result import Result
 from attnlab.show.notebook import Verdicts, provenance
 from attnlab.show.panels.boxes import case_texts, read_case

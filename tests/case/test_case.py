@@ -14,7 +14,7 @@ from helpers.examples import examples
 from helpers.strategies import cases
 from hypothesis import given, settings
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, Lengths, draw_lengths
 from attnlab.case.declaration import FIELDS, OpName, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
@@ -31,7 +31,6 @@ from attnlab.case.fields import (
     difference,
     suggestion,
 )
-from attnlab.case.lengths import Lengths, draw_lengths
 from attnlab.case.masks import DATA_FIELDS, MASK_DATA, MASKS
 from attnlab.case.ops import OPS, RELEASES, TRITON_OPS, VLLM_OPS, Op
 from attnlab.case.platforms import PLATFORMS

@@ -21,7 +21,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
-from attnlab.lab.rounding import Rounding
+from attnlab.lab.reference import Rounding
 from attnlab.tensors.case_call import flash, presented, strided
 
 pytestmark = needs_triton

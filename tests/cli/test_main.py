@@ -47,9 +47,10 @@ def starts_with(words, line):
     return line.partition(": ")[2].startswith(words)
 
 
-def test_a_refusal_and_a_help_import_no_heavy_module(tmp_path):
-    """A user waits three seconds for torch; a wrong argument needs none of it."""
+def test_what_needs_no_tensors_imports_no_heavy_module(tmp_path):
+    """A user waits three seconds for torch; a wrong argument, a help or a catalogue needs none of it."""
     helps = [[], ["--help"], *([command.name, "--help"] for command in COMMANDS)]
+    helps += [["stages"], ["platforms", "gfx942"], ["explain", "--json"]]
     lines = [argv for argv in refused() if argv not in OF_CATALOGUES] + helps
     done = subprocess.run(
         [sys.executable, "-c", FORKS],

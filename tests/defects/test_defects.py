@@ -17,7 +17,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.diagnosis import find_distinction
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import (
@@ -30,7 +30,7 @@ from attnlab.lab.problem import (
     scores_of,
 )
 from attnlab.lab.reference import reference
-from attnlab.mutation.report import is_equivalent
+from attnlab.mutation.power import is_equivalent
 from attnlab.tensors.call import KernelCall
 
 VARIANTS = {

@@ -13,7 +13,7 @@ from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.rules.rule import NO_CONTEXT, rows_of
+from attnlab.diagnosis.output_rules import NO_CONTEXT, rows_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOutput
 from attnlab.kernels.model import partials

@@ -130,6 +130,18 @@ def test_blocks_that_sequences_share_get_copies():
     assert len(own.given.block_table.unique()) > len(table.unique())
 
 
+def test_a_wrong_kernel_is_explained_if_the_recorded_output_is_right(tmp_path):
+    lab, backend = Lab(), f"{FAULTY}:values_not_rescaled"
+    call = saved(CASE, lab, tmp_path)
+    expected = diagnose(
+        CASE.replace(backend=backend), lab=lab, propose=False, limit=None
+    ).conclusion
+    found = attnlab.diagnose(call, backend=backend, locate=False)
+    assert found.sentences()[0] == expected
+    assert found.sentences()[1].startswith("the recorded output is right: what is explained is")
+    assert not attnlab.diagnose(call, backend="model").is_wrong
+
+
 def test_a_kernel_that_is_right_explains_no_recorded_output(tmp_path):
     wrong, right = (
         kernel_file(tmp_path, text, (text is RIGHT and "r") or "w") for text in (WRONG, RIGHT)

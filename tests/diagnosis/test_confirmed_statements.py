@@ -13,15 +13,13 @@ from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD
 from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.defects import DEFECTS
-from attnlab.diagnosis.access_check import with_accesses
+from attnlab.diagnosis.address_rules import address_defects
 from attnlab.diagnosis.claims import ALL, FeatureClaim, PatternClaim
-from attnlab.diagnosis.confirmation import confirmed_features, with_second_cases
+from attnlab.diagnosis.confirmation import confirmed_features, find_rule, with_second_cases
 from attnlab.diagnosis.decision import examine
-from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnose import diagnose, with_accesses
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_leak
-from attnlab.diagnosis.rules.addresses import address_defects
-from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.binding import scratch
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem

@@ -22,8 +22,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import find_dependence
 from attnlab.lab.lab import Lab
 from attnlab.show.sheets import plain
-from attnlab.tensors.batch import make_batch
-from attnlab.tensors.cache import make_cache
+from attnlab.tensors.cache import make_batch, make_cache
 from attnlab.tensors.case_call import make_output
 
 

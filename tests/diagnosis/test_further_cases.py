@@ -10,16 +10,14 @@ from helpers.faulty_labs import FaultyLab
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.diagnosis.access_check import with_bad_lines
+from attnlab.diagnosis.claims import _laws
 from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.decision import examine
-from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnose import diagnose, with_bad_lines
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.output_rules import NO_CONTEXT, wrong_addresses
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_weights
 from attnlab.diagnosis.reruns import further_cases, second_cases
-from attnlab.diagnosis.rules.outputs import wrong_addresses
-from attnlab.diagnosis.rules.rule import NO_CONTEXT
-from attnlab.diagnosis.side_claim import _laws
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab

@@ -14,8 +14,8 @@ from attnlab.case.case import Case
 from attnlab.cli.main import main
 from attnlab.diagnosis.claims import KernelLocation
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.location.lines import locate_lines, preferred, why_unavailable
-from attnlab.diagnosis.location.trials import COSTS, EditedForms, Limit, Repair, kernel_text
+from attnlab.diagnosis.lines import locate_lines, preferred, why_unavailable
+from attnlab.diagnosis.trials import COSTS, EditedForms, Limit, Repair, kernel_text
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import compile_text, statement_lines
 from attnlab.kernels.triton.probe import Probe, probing

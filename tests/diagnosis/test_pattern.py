@@ -12,11 +12,10 @@ from helpers.cases import hostile
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
-from attnlab.diagnosis.cells import cells_of, locate
-from attnlab.diagnosis.describe import describe, key_rules
+from attnlab.diagnosis.candidates import cells_of, locate
+from attnlab.diagnosis.describe import SequenceKeys, _added, describe, key_rules
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_values import _added
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of, weights_of
@@ -300,9 +299,15 @@ def test_the_last_tile_is_one_of_the_keys_that_it_divides(op, whose):
     """With new tokens from the arguments, tiles of the cache hold the context alone."""
     problem = make_problem(hostile(op=op, platform="sm_90", query_lens=(4, 3), ctx_lens=(70, 9)))
     rules = {rule.text: rule for rule in key_rules(problem)}
-    last = rules[f"the keys of the last tile of 64{whose}"].members(
-        0, torch.arange(70, 74)[:, None]
+    at = SequenceKeys(
+        keys=torch.arange(74),
+        position=torch.arange(70, 74)[:, None],
+        cached=problem.cached_len(0),
+        ctx_len=70,
+        size=16,
+        window=0,
     )
+    last = rules[f"the keys of the last tile of 64{whose}"].members(at)
     others = rules[f"all keys but those of the last tile of 64{whose}"]
-    assert torch.equal(last[0], torch.arange(74) // 64 == 1) == (not whose)
-    assert torch.equal(others.members(0, torch.arange(70, 74)[:, None]), ~last)
+    assert torch.equal(last, torch.arange(74) // 64 == 1) == (not whose)
+    assert torch.equal(others.members(at), ~last)

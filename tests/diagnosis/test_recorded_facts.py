@@ -13,18 +13,18 @@ from helpers.cases import hostile
 from helpers.triton_example import SMALL, TRITON
 
 from attnlab.case.case import Case
-from attnlab.diagnosis import access_check, confirmation
-from attnlab.diagnosis.access_check import (
+from attnlab.diagnosis import confirmation
+from attnlab.diagnosis import diagnose as diagnosing
+from attnlab.diagnosis.address_rules import FAMILY
+from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, recorded_facts
+from attnlab.diagnosis.decision import examine
+from attnlab.diagnosis.diagnose import (
     claim_of_facts,
+    diagnose,
     with_outside_reads,
     without_unfounded_rule,
 )
-from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, recorded_facts
-from attnlab.diagnosis.decision import examine
-from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.rules import search
-from attnlab.diagnosis.rules.addresses import FAMILY
 from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
 from attnlab.lab.lab import Lab
 
@@ -196,7 +196,7 @@ def planted(folder: Path, *changes: tuple[str, str]) -> Case:
 @pytest.fixture
 def one_further_case(monkeypatch):
     """Let one further case confirm what is stated; more would only take longer."""
-    for module in (access_check, confirmation, search):
+    for module in (diagnosing, confirmation):
         further = [SMALL.replace(query_lens=(3,), ctx_lens=(17,), sm_scale=0.31)]
         monkeypatch.setattr(
             module,

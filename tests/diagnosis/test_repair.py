@@ -12,20 +12,20 @@ from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
+from attnlab.diagnosis import repair_check
 from attnlab.diagnosis.candidates import Scope
 from attnlab.diagnosis.claims import AccessClaim, LeakClaim, RepairClaim
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location import repair_check
-from attnlab.diagnosis.location.lines import locate_lines
-from attnlab.diagnosis.location.repair_check import (
+from attnlab.diagnosis.lines import locate_lines
+from attnlab.diagnosis.repair_check import (
     find_claim,
     varied_cases,
     with_contents,
     with_repair,
 )
-from attnlab.diagnosis.location.trials import Limit, Repair, kernel_text
 from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.trials import Limit, Repair, kernel_text
 from attnlab.kernels.triton.kernel_text import place_of, text_of
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.source_edits import Edit
@@ -130,25 +130,21 @@ def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "good", "after"),
+    ("old", "new", "wrong_text", "good", "after"),
     [
-        (
-            "head // GROUP) * DIM",
-            "head % GROUP) * DIM",
-            "head // GROUP",
-            "(head * 0)",
-        ),  # right with one KV head
-        ("if WINDOW:", "if WINDOW >= 0:", "WINDOW > 0", "(WINDOW < 0)"),  # right without a window
+        # right with one KV head
+        ("head // GROUP) *", "head % GROUP) *", "head % GROUP", "head // GROUP", "(head * 0)"),
+        # right without a window
+        ("if WINDOW:", "if WINDOW >= 0:", "WINDOW >= 0", "WINDOW > 0", "(WINDOW < 0)"),
     ],
     ids=["one KV head", "a branch that is never taken"],
 )
 def test_an_edit_that_hides_behind_a_feature_or_a_size_is_no_claim(
-    tmp_path, monkeypatch, old, new, good, after
+    tmp_path, monkeypatch, old, new, wrong_text, good, after
 ):
     lab = Lab(device="cpu")
     case, _ = planted(tmp_path, old, new)
-    repairs = locate_lines(lab, case, None, LIMIT).repairs
-    right = next(one for one in repairs if one.edit.text.startswith(f"`{good}` "))
+    right = edit_of(lab, case, wrong_text, good)
     wrong = dataclasses.replace(right, edit=dataclasses.replace(right.edit, after=after))
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: [])
     hidden = find_claim(
@@ -170,8 +166,7 @@ def test_an_edit_of_a_test_that_leaves_a_feature_wrong_is_no_claim(tmp_path, mon
     if not is_all:
         file = tmp_path / "kernel.py"
         file.write_text(file.read_text().replace("slot < BLOCK\n", "slot < BLOCK - (WINDOW > 0)\n"))
-    repairs = locate_lines(lab, case, None, LIMIT).repairs
-    right = next(one for one in repairs if one.edit.text.startswith("`WINDOW > 0` "))
+    right = edit_of(lab, case, "WINDOW >= 0", "WINDOW > 0")
     assert (find_claim(lab, case, [right]) is not None) == is_all
 
 
@@ -192,7 +187,7 @@ def test_an_edit_that_ends_its_process_is_left_out(tmp_path):
     """The edited kernels run in a copy of this process."""
     lab = Lab(device="cpu")
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
-    (right, *_) = locate_lines(lab, case, None, LIMIT).repairs
+    right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
     edit = dataclasses.replace(right.edit, after="(__import__('os')._exit(3))")
     assert find_claim(lab, case, [dataclasses.replace(right, edit=edit), right]).repair is right
 
@@ -209,7 +204,7 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
     """The stride of the elements of a row is 1 in all calls, so no call shows what it does in the edit."""
     lab = Lab(device="cpu")
     case, line = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
-    (right, *_) = locate_lines(lab, case, None, LIMIT).repairs
+    right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
     edit = dataclasses.replace(right.edit, after="(first // BLOCK * out_dim)")
     claim = find_claim(lab, case, [dataclasses.replace(right, edit=edit)])
     assert (claim.is_stated, claim.line) == (False, line)

@@ -12,18 +12,19 @@ from helpers.faulty_labs import FaultyLab
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis import confirmation
+from attnlab.diagnosis.address_rules import address_defects
+from attnlab.diagnosis.confirmation import find_rule
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.reruns import further_cases
-from attnlab.diagnosis.rules import search
-from attnlab.diagnosis.rules.addresses import address_defects
-from attnlab.diagnosis.rules.outputs import (
+from attnlab.diagnosis.output_rules import (
+    DECODES,
     MERGE_LAWS,
     highest_of_parts,
     output_defects,
+    rows_of,
     wrong_addresses,
 )
-from attnlab.diagnosis.rules.rule import DECODES, rows_of
-from attnlab.diagnosis.rules.search import find_rule
+from attnlab.diagnosis.reruns import further_cases
 from attnlab.kernels.model import partials
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of
@@ -360,7 +361,7 @@ def test_zeros_are_no_sign_of_reads_outside_of_the_cache(monkeypatch):
         seed=827307999,
     )  # fmt: skip
     lab, two = Lab(device="cpu"), list(islice(further_cases(case), 2))
-    monkeypatch.setattr(search, "further_cases", lambda _: two)
+    monkeypatch.setattr(confirmation, "further_cases", lambda _: two)
 
     def zeros(other: Case) -> torch.Tensor:
         output = lab.output(other).clone()
@@ -382,9 +383,9 @@ def test_a_rule_of_decodes_that_holds_with_several_new_tokens_must_hold_with_man
         found = SimpleNamespace(diagnosis=SimpleNamespace(is_wrong=True))
         return (candidates if lens[-1] <= 128 else []), found
 
-    monkeypatch.setattr(search, "_explanations", lambda *_: ([rule], {"lost"}))
-    monkeypatch.setattr(search, "_shown", lambda *_: set())
-    monkeypatch.setattr(search, "_confirmed", confirmed)
+    monkeypatch.setattr(confirmation, "_explanations", lambda *_: ([rule], {"lost"}))
+    monkeypatch.setattr(confirmation, "_shown", lambda *_: set())
+    monkeypatch.setattr(confirmation, "_confirmed", confirmed)
     assert find_rule(Lab(device="cpu"), case, lambda other: None) is None
     assert min(lens) == 1 < max(lens)
 
@@ -397,7 +398,7 @@ def test_without_a_run_with_other_numbers_outside_nothing_is_said_about_addresse
     rules = [
         SimpleNamespace(defect=SimpleNamespace(family=name)) for name in ("addresses", "loops")
     ]
-    assert search._true_of_outside(Lab(device="cpu"), case, rules, refused) == rules[1:]
+    assert confirmation._true_of_outside(Lab(device="cpu"), case, rules, refused) == rules[1:]
 
 
 @pytest.mark.parametrize("always", [True, False])

@@ -18,12 +18,12 @@ from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Fact, Pattern, Sizes, sequence_rules
 from attnlab.diagnosis.reruns import further_cases
 from attnlab.show import sheets
-from attnlab.weights.rule import Edge
+from attnlab.weights.plan import Edge
 
 NAME = "newest_token_dropped"
 CAUSE = candidate(NAME)
 CLAIM = RepairClaim(repair=REPAIR, source="x = a", cases=9)
-PLACES = Pattern(facts=(Fact(kind="rows", where="", what="the only wrong row is 3"),))
+PLACES = Pattern(facts=(Fact("rows", "the only wrong row is 3"),))
 EXPLAINED = Diagnosis(
     status="explained",
     cause=CAUSE,

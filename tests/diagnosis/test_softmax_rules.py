@@ -12,17 +12,16 @@ from helpers.split_attention import split_attention
 from helpers.tiled_attention import CONTEXT, NEW, right_hides, tiled_attention
 
 from attnlab.case.case import Case
+from attnlab.diagnosis import confirmation
+from attnlab.diagnosis.address_rules import address_defects
 from attnlab.diagnosis.claims import ConfirmedRule
+from attnlab.diagnosis.confirmation import find_rule, rules_of
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.divisions import LOOPS, divisions, mask_defects, with_tiles_to
+from attnlab.diagnosis.output_rules import scratch_defects
 from attnlab.diagnosis.reruns import further_cases
-from attnlab.diagnosis.rules import search
-from attnlab.diagnosis.rules.addresses import address_defects
-from attnlab.diagnosis.rules.divisions import LOOPS, divisions, with_tiles_to
-from attnlab.diagnosis.rules.masks import mask_defects
-from attnlab.diagnosis.rules.outputs import scratch_defects
-from attnlab.diagnosis.rules.search import find_rule, rules_of
-from attnlab.diagnosis.rules.softmax import SoftmaxLaw, loop_defects, softmax_defects
+from attnlab.diagnosis.softmax_rules import SoftmaxLaw, loop_defects, softmax_defects
 from attnlab.lab.problem import all_rows, make_problem, scores_of, softmax
 from attnlab.tensors.call import KernelCall
 
@@ -407,10 +406,10 @@ def texts(monkeypatch, change, rules_of, words: str, others: list[Case]) -> list
     )
     some = [one for one in rules_of(make_problem(CASE)) if words in one.text]
     assert some
-    monkeypatch.setattr(search, "rules_of", lambda problem: some)
-    monkeypatch.setattr(search, "further_cases", lambda case: others)
-    monkeypatch.setattr(search, "whole_tiles_case", lambda case: None)
-    rule = search.find_rule(lab, CASE, lambda case: lab.output(case).cpu())
+    monkeypatch.setattr(confirmation, "rules_of", lambda problem: some)
+    monkeypatch.setattr(confirmation, "further_cases", lambda case: others)
+    monkeypatch.setattr(confirmation, "whole_tiles_case", lambda case: None)
+    rule = confirmation.find_rule(lab, CASE, lambda case: lab.output(case).cpu())
     return [] if rule is None else [rule.text]
 
 

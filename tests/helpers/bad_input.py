@@ -124,6 +124,11 @@ OWN_FLAGS = [
     (["check", "--case-seconds", "nan"], "case_seconds must be"),
     (["dance"], "argument COMMAND: invalid choice: 'dance'"),
     (["xray", "--call", "nowhere"], "nowhere must be"),
+    (["xray", "nowhere.pt", "--kernel", "a.py:f"], "nowhere.pt must be"),
+    (
+        ["xray", "a.py:f", "--kernel", "b.py:f"],
+        "argument --kernel: not allowed twice, got 'b.py:f'",
+    ),
     (["linear", "--op", "nope"], "op must be one of fla_fused_recurrent_gated_delta_rule"),
     (["linear", "--query-lens", "1,x"], "query_lens must be a non-empty list of integers"),
     (["mla", "--path", "encode"], "path must be"),

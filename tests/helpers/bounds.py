@@ -1,4 +1,4 @@
-"""The worst-case bound of :mod:`attnlab.lab.rounding` for all rows of a Case."""
+"""The worst-case bound of :mod:`attnlab.lab.reference` for all rows of a Case."""
 
 import dataclasses
 
@@ -7,10 +7,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.lab.reference import reference
-from attnlab.lab.rounding import Rounding
-from attnlab.tensors.batch import Batch
-from attnlab.tensors.cache import make_cache
+from attnlab.lab.reference import Rounding, reference
+from attnlab.tensors.cache import Batch, make_cache
 from attnlab.tensors.case_call import make_call, make_output
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.tensors.batch import make_batch
-from attnlab.tensors.cache import PagedCache, make_cache
+from attnlab.tensors.cache import PagedCache, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 

@@ -2,7 +2,7 @@
 
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.candidates import Candidate, Scope
-from attnlab.diagnosis.location.trials import KernelText, Repair
+from attnlab.diagnosis.trials import KernelText, Repair
 from attnlab.kernels.triton.source_edits import Edit
 
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from nbformat import v4, write
-
 SEGFAULT = "import ctypes; ctypes.string_at(0)"
 OOM_KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 VERDICTS = "from attnlab.show.notebook import Verdicts\nverdicts = Verdicts()\n"
@@ -11,6 +9,8 @@ VERDICTS = "from attnlab.show.notebook import Verdicts\nverdicts = Verdicts()\n"
 
 def write_notebook(path: Path, title: str, *sources: str, parameters: str | None = None) -> Path:
     """Write a notebook of a title and code cells, and return its path."""
+    from nbformat import v4, write
+
     cells = [v4.new_markdown_cell(f"# {title}")]
     if parameters:
         cells.append(v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))

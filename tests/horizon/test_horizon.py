@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.horizon.assumed import assumed_launches
 from attnlab.horizon.deployment import PRESETS, Deployment, read_deployment
-from attnlab.horizon.launch import Launch, evaluate, read_launches
+from attnlab.horizon.launch import Launch, evaluate, load_kernels, read_launches
 from attnlab.horizon.machine import running
-from attnlab.horizon.source import load_kernels
-from attnlab.horizon.survey import LAUNCHES, KernelHorizon, Search, kernel_horizon, survey
+from attnlab.horizon.survey import (
+    LAUNCHES,
+    KernelHorizon,
+    Search,
+    assumed_launches,
+    kernel_horizon,
+    survey,
+)
 
 FILE = Path(__file__).parent / "kernels.py"
 WIDTH = 4096

@@ -12,7 +12,7 @@ from attnlab.case.errors import NotDeterministic
 from attnlab.checker.case_check import check_case
 from attnlab.cli.main import main
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import run_again
+from attnlab.diagnosis.diagnosis import run_again
 from attnlab.kernels.control import controlled, repeated, rows_agree, uncontrolled
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.lab.lab import Lab

@@ -22,7 +22,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import cpu as cpu_ops
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
-from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import make_batch
 
 
 def is_installed() -> bool:

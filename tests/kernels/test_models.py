@@ -19,7 +19,7 @@ from attnlab.kernels import model
 from attnlab.kernels.model import paged_attention_rocm, scale_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import attend, reference
-from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import make_batch
 from attnlab.tensors.formats import FORMATS
 
 

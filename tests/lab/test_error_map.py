@@ -10,10 +10,9 @@ from helpers.other_device import DEVICE, other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.case.lengths import Lengths
-from attnlab.lab import error_map
-from attnlab.lab import error_map as compare_module
-from attnlab.lab.error_map import compare
+from attnlab.case.case import Lengths
+from attnlab.lab import result as result
+from attnlab.lab.result import map_errors
 
 INF, NAN = math.inf, math.nan
 
@@ -59,8 +58,8 @@ def test_the_message_equals_that_of_torch(pair, atol, rtol, rows_at_a_time):
     """The texts are equal for any chunk size."""
     output, expected = pair
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "_ROWS_AT_A_TIME", {"cpu": rows_at_a_time})
-        errors = compare(output, expected, lengths_of(len(output)), atol, rtol)
+        patch.setattr(result, "_ROWS_AT_A_TIME", {"cpu": rows_at_a_time})
+        errors = map_errors(output, expected, lengths_of(len(output)), atol, rtol)
     assert errors.message() == message_of_torch(output, expected, atol, rtol)
 
 
@@ -69,7 +68,7 @@ def test_the_message_equals_that_of_torch(pair, atol, rtol, rows_at_a_time):
 def test_figures_by_counting(pair, rtol):
     """Counts, first index and places equal those of a comparison element by element."""
     output, expected = pair
-    errors = compare(output, expected, lengths_of(len(output)), 1e-4, rtol)
+    errors = map_errors(output, expected, lengths_of(len(output)), 1e-4, rtol)
     close = torch.isclose(output, expected, atol=1e-4, rtol=rtol)
     wrong = torch.nonzero(~close)
     assert errors.mismatched == len(wrong)
@@ -90,7 +89,9 @@ def test_many_rows_in_chunks():
     expected = torch.zeros(600, 2, 3)
     output = expected.clone()
     output[130, 1, 2], output[400, 0, 1], output[599, 0, 0] = 1.0, -3.0, 2.0
-    errors = compare(output, expected, Lengths(query_lens=(500, 100), ctx_lens=(0, 0)), 1e-4, 0.0)
+    errors = map_errors(
+        output, expected, Lengths(query_lens=(500, 100), ctx_lens=(0, 0)), 1e-4, 0.0
+    )
     assert errors.first_index == (130, 1, 2)
     assert (errors.greatest_abs.value, errors.greatest_abs.index) == (3.0, (400, 0, 1))
     assert errors.message() == message_of_torch(output, expected, 1e-4, 0.0)
@@ -105,7 +106,7 @@ def test_nan_is_the_greatest():
     expected = torch.ones(3, 1, 2)
     output = expected.clone()
     output[0, 0, 1], output[2, 0, 0] = 1e30, NAN
-    errors = compare(output, expected, lengths_of(3), 1e-4, 0.0)
+    errors = map_errors(output, expected, lengths_of(3), 1e-4, 0.0)
     assert math.isnan(errors.greatest_abs.value)
     assert errors.greatest_abs.index == (2, 0, 0)
     assert math.isnan(errors.seq_error()[1])
@@ -118,7 +119,7 @@ def test_nothing_mismatched():
     expected = torch.ones(4, 2, 2)
     output = expected.clone()
     output[2, 1, 0] += 2**-14
-    errors = compare(output, expected, lengths_of(4), 1e-4, 0.0)
+    errors = map_errors(output, expected, lengths_of(4), 1e-4, 0.0)
     assert (errors.mismatched, errors.first_index) == (0, None)
     assert errors.places() == []
     assert errors.message() == ""
@@ -132,13 +133,13 @@ def test_the_tolerance_itself_is_inside():
     for value, count in ((0.5, 0), (math.nextafter(0.5, 1.0), 1)):
         output = torch.full((2, 1, 1), value, dtype=torch.float64)
         output[1] = 0
-        assert compare(output, expected.double(), lengths_of(2), 0.5, 0.0).mismatched == count
+        assert map_errors(output, expected.double(), lengths_of(2), 0.5, 0.0).mismatched == count
 
 
 def test_the_output_is_read_in_the_references_dtype():
     """A float16 output is compared in float64 if the reference is float64."""
     expected = torch.full((1, 1, 1), 1.00001, dtype=torch.float64)
-    errors = compare(torch.ones(1, 1, 1).half(), expected, lengths_of(1), 1e-9, 0.0)
+    errors = map_errors(torch.ones(1, 1, 1).half(), expected, lengths_of(1), 1e-9, 0.0)
     assert errors.mismatched == 1
     assert errors.greatest_abs.value == pytest.approx(1e-5)
 
@@ -149,7 +150,7 @@ def test_equal_infinities_hide_no_other_error():
     expected[0, 0] = INF
     output = expected.clone()
     output[0, 1] = 2**-20
-    errors = compare(output, expected, lengths_of(2), 1e-4, 1e-3)
+    errors = map_errors(output, expected, lengths_of(2), 1e-4, 1e-3)
     assert errors.mismatched == 0
     assert errors.error[0].tolist() == [0.0, 2**-20]
 
@@ -166,7 +167,7 @@ def test_the_text_of_torch_has_count_and_index():
     expected = torch.zeros(3, 1, 2)
     output = expected.clone()
     output[1] = 7.0
-    text = compare(output, expected, lengths_of(3), 1e-4, 0.0).message()
+    text = map_errors(output, expected, lengths_of(3), 1e-4, 0.0).message()
     assert re.search(r"Mismatched elements: 2 / 6 \(33\.3%\)", text)
     assert re.search(r"7\.0 at index \(1, 0, 0\) \(up to 0\.0001 allowed\)", text)
     output[2] = 9.0
@@ -179,5 +180,5 @@ def test_a_gpu_finds_the_same_largest_magnitudes(special):
     if special is not None:
         values[1, 1, 5] = special
     with other_device():
-        found = error_map._largest(values.to(DEVICE)).cpu()
-    torch.testing.assert_close(found, error_map._largest(values), rtol=0, atol=0, equal_nan=True)
+        found = result._largest(values.to(DEVICE)).cpu()
+    torch.testing.assert_close(found, result._largest(values), rtol=0, atol=0, equal_nan=True)

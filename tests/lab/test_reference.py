@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bench import visible_flops
 from helpers.cases import hostile
 from helpers.examples import examples
 from hypothesis import given, settings
@@ -14,9 +15,8 @@ from attnlab.lab.reference import (
     exact_attention,
     reference,
     stored_tokens,
-    visible_flops,
 )
-from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
+from attnlab.tensors.cache import alibi_slopes, make_batch, sink_logits
 from attnlab.tensors.visibility import Visibility
 
 DOUBLE = 1e-12  # float64: 1.1e-16 per operation, a few thousand operations on numbers below 10

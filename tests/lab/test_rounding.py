@@ -9,9 +9,9 @@ from fault_injection import correct_run, random_case
 from helpers.cases import decode_rows, hostile
 
 from attnlab.case.errors import KernelRejected
-from attnlab.diagnosis.cells import locate
+from attnlab.diagnosis.candidates import locate
 from attnlab.lab.lab import Lab
-from attnlab.lab.rounding import rounding_bound
+from attnlab.lab.reference import rounding_bound
 
 
 def worst(case) -> float:

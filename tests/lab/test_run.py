@@ -16,14 +16,12 @@ from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe, OneOf
 from attnlab.case.ops import PREFILL, RELEASES
-from attnlab.case.stages import STAGES
+from attnlab.case.platforms import STAGES
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.lab import lab as run_module
-from attnlab.lab.error_map import Greatest
-from attnlab.lab.lab import Lab
-from attnlab.lab.result import LSE, PADDING, lse_error, padding_error
-from attnlab.lab.run import default_lab
+from attnlab.lab.lab import Lab, default_lab
+from attnlab.lab.result import LSE, PADDING, Greatest, lse_error, padding_error
 from attnlab.show.sheets import plain
 
 # A smaller batch with every kind of row: hundreds of runs take seconds.

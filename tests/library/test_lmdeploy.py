@@ -19,7 +19,7 @@ from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
 from attnlab.kernels.runner import runners
 from attnlab.lab.lab import Lab
-from attnlab.tensors.case_visibility import visibility_of
+from attnlab.tensors.case_call import visibility_of
 
 DECODE, PREFILL, FILL = (
     f"lmdeploy_{name}" for name in ("paged_attention", "flash_attention", "fill_kv_cache")

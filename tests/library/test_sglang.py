@@ -17,7 +17,7 @@ from attnlab.checker.check import check, release_plan
 from attnlab.checker.finding import Finding
 from attnlab.checker.releases import check_releases, releases_of
 from attnlab.contracts.contract import Target
-from attnlab.diagnosis.rules.divisions import divisions
+from attnlab.diagnosis.divisions import divisions
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import arguments_of
 from attnlab.lab.lab import Lab

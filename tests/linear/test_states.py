@@ -7,22 +7,20 @@ import sys
 
 import pytest
 import torch
+from helpers.state_models import ModelRunner
 
 from attnlab.case.errors import InvalidCase, KernelFailed
 from attnlab.cli.main import main
-from attnlab.diagnosis.location.trials import Limit
+from attnlab.diagnosis.trials import Limit
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import package_of
-from attnlab.linear import state_repair
-from attnlab.linear.run import ModelRunner, SourceRunner, compare
+from attnlab.linear import state_check
+from attnlab.linear.run import SourceRunner, compare
 from attnlab.linear.state_call import make_call
 from attnlab.linear.state_case import STATE_OPS, StateCase, plain_fields, variants_of
 from attnlab.linear.state_check import check_op, check_states, statements, xray_state
-from attnlab.linear.state_claims import Trial
-from attnlab.linear.state_facts import read_slots, stored_facts
-from attnlab.linear.state_plan import Units, evaluate, right_plan
-from attnlab.linear.state_rules import rules
-from attnlab.linear.state_xray import coded_plan, measure
+from attnlab.linear.state_claims import Trial, coded_plan, measure, read_slots, stored_facts
+from attnlab.linear.state_plan import Units, evaluate, right_plan, rules
 
 # An op that FLA's record binds: one program per sequence and head, written for this test.
 KERNEL = """
@@ -83,7 +81,7 @@ OP = STATE_OPS["fla_fused_recurrent_gated_delta_rule"]
 @pytest.fixture(autouse=True)
 def few_edits(monkeypatch):
     """Try few edits of a source."""
-    monkeypatch.setattr(state_repair, "_LIMIT", Limit(edits=300, seconds=4.0))
+    monkeypatch.setattr(state_check, "_LIMIT", Limit(edits=300, seconds=4.0))
 
 
 def source_of(folder, text=KERNEL):

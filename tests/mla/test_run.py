@@ -8,8 +8,7 @@ from helpers.sources import needs_triton, of_release
 from attnlab.case.errors import InvalidCase
 from attnlab.mla.faults import MLA_FAULTS, SOUND, chunks_of, faults_of
 from attnlab.mla.mla_case import CHUNKINGS, LSE_AS_TRITON_MLA, MLA_VARIANTS, PATHS, PREFILL, MlaCase
-from attnlab.mla.ops import ModelOps, VllmOps
-from attnlab.mla.partial import Partial, make_inputs
+from attnlab.mla.partial import ModelOps, Partial, VllmOps, make_inputs
 from attnlab.mla.run import _projected, compared, run_path
 from study.mla_chain import MLA_EDITS, edited_ops
 

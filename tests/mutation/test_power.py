@@ -11,11 +11,11 @@ from helpers.commands import SMALL, error_line
 
 from attnlab.case.case import Case
 from attnlab.cli.main import main
-from attnlab.cli.power import print_power
+from attnlab.cli.sharded import print_power
 from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
+from attnlab.mutation.power import MUTANTS, NINE, is_equivalent, ladder
 from attnlab.mutation.power import measure_power as power
-from attnlab.mutation.report import MUTANTS, NINE, is_equivalent, ladder
 from attnlab.show.plots.stages import plot_power
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}

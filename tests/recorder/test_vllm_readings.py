@@ -13,8 +13,8 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.candidates import locate
 from attnlab.diagnosis.captured import diagnose_captured
-from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.decision import collect_evidence
 from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm.backend import load

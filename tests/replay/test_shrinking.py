@@ -32,7 +32,7 @@ from attnlab.replay.parts import (
 )
 from attnlab.replay.shrinking import Judge
 from attnlab.reports.upstream import script_of
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 
 LARGE = {"query_lens": (5, 1, 9), "ctx_lens": (40, 33, 70), "num_heads": 8}
 SIZES = {"sequences": 1, "rows": 2, "heads": 1, "KV heads": 1, "head_size": 16, "blocks": 1}

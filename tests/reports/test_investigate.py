@@ -100,7 +100,7 @@ def run(tmp_path_factory):
         find_notebooks([], root),
         parameters={"seed": 7},
         reports=reports,
-        timeout_s=15,
+        timeout_s=8,
         on_progress=lambda *step: progress.append(step),
         jobs=2,
     )
@@ -114,7 +114,7 @@ def run(tmp_path_factory):
         ("pass", "passed", ""),
         ("differs", "failed", "1 verdict differs: wrong: expected 1, found 2"),
         ("raises", "error", "ValueError: first line"),
-        ("slow", "timeout", "longer than 15 s, in cell 2 of 3: import time"),
+        ("slow", "timeout", "longer than 8 s, in cell 2 of 3: import time"),
         ("dies", "died", "the kernel died (exit code 3) in cell 3 of 4: os._exit(3)"),
         (
             "segfault",

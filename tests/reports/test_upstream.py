@@ -20,7 +20,7 @@ from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
 from attnlab.lab.lab import Lab
 from attnlab.reports.upstream import has_script, mask_facts, render, tensor_text, write_reports
-from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.case_call import mask_of
 
 pytestmark = needs_triton
 

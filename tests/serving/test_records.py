@@ -11,22 +11,23 @@ from attnlab.case.errors import InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.replay.parts import KeptSequence, with_kv_heads, with_sequences
 from attnlab.reports.shared_page import page_of
-from attnlab.serving.capture_state import MOST_WRONG, KeptCalls
-from attnlab.serving.record import (
+from attnlab.serving.capture_state import (
     CALLS,
+    MOST_WRONG,
+    KeptCalls,
     Observation,
     RecordFile,
     Tally,
     read_records,
 )
-from attnlab.serving.report import read_report, with_diagnoses
-from attnlab.serving.settings import (
+from attnlab.serving.plugin import (
     CaptureSettings,
     parse_bytes,
     parse_count,
     parse_range,
     parse_share,
 )
+from attnlab.serving.report import read_report, with_diagnoses
 from attnlab.tensors.call import KernelCall, Origin
 
 

@@ -23,7 +23,7 @@ from attnlab.serving.begun_op import (
     wrong_values,
 )
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.rule import numbers
+from attnlab.weights.plan import numbers
 
 CASE = Case(
     op="unified_attention",

@@ -27,6 +27,13 @@ def outcomes(tasks, processes=2, job=None, **options):
     return found
 
 
+@pytest.fixture
+def idle_time_counts(monkeypatch):
+    """Count time in which a task does nothing as its processor time, so that a hang ends soon."""
+    monkeypatch.setattr(local, "_IDLE_SHARE", 1.0)
+
+
+@pytest.mark.usefixtures("idle_time_counts")
 def test_a_fault_costs_only_its_task():
     faults = ("", "exit", "", "hang", "lost", "memory", "bug", "", "")
     tasks = toy_tasks(*faults, limit_s=2.0)
@@ -128,6 +135,7 @@ def test_memory_is_admitted_before_it_is_allocated(monkeypatch):
     assert "10.0 GiB" in found["2"].text
 
 
+@pytest.mark.usefixtures("idle_time_counts")
 def test_the_largest_worker_is_ended_before_memory_runs_out(monkeypatch):
     """A task that ran next to others runs again alone, and then has its outcome."""
     real, began = local.available_bytes, time.monotonic()

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.case import Case
-from attnlab.case.stages import FILLS
+from attnlab.case.platforms import FILLS
 from attnlab.lab.lab import Lab
 from attnlab.tensors import cache
 from attnlab.tensors import cache as cache_module
-from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import (
     NOBODY,
     garbage,
     interleaved,
+    make_batch,
     make_block_table,
     make_cache,
     write_tokens,

@@ -6,7 +6,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.declaration import DISTRIBUTIONS
 from attnlab.lab.lab import Lab
-from attnlab.tensors.batch import CHANGES, make_batch
+from attnlab.tensors.cache import CHANGES, make_batch
 
 SCALE = 0.125
 

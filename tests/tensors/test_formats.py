@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.platforms import PLATFORMS
-from attnlab.tensors.batch import make_batch
-from attnlab.tensors.cache import NOBODY, make_cache
+from attnlab.tensors.cache import NOBODY, make_batch, make_cache
 from attnlab.tensors.formats import FORMATS, read_format, written_format
 
 FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")

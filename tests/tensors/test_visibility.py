@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from bench import visible_flops
 from helpers.cases import call_of, same_bits
 from helpers.masked_cases import random_case, sees
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.case.masks import MASKS
-from attnlab.lab.reference import exact_attention, visible_flops
-from attnlab.tensors.batch import make_batch
+from attnlab.lab.reference import exact_attention
+from attnlab.tensors.cache import make_batch
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import hollow_call, presented
-from attnlab.tensors.case_visibility import mask_of, visibility_of
+from attnlab.tensors.case_call import hollow_call, mask_of, presented, visibility_of
 from attnlab.tensors.visibility import Visibility
 
 

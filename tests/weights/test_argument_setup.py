@@ -13,7 +13,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.lab import Lab
 from attnlab.weights.conclude import xray
-from attnlab.weights.key_rules import StoredRead
+from attnlab.weights.rules import StoredRead
 from attnlab.weights.setup import misread, store, value_scales
 
 QUERY = "fp8_query"

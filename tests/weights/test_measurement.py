@@ -10,13 +10,13 @@ from helpers.other_device import DEVICE, OtherTensor, other_device
 import attnlab
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.weights import conclude, evidence, setup
+from attnlab.weights import conclude, fit, setup
 from attnlab.weights.codes import own_slots, shared_lanes, slot_owners
 from attnlab.weights.conclude import xray_of
-from attnlab.weights.evidence import compare, explained
-from attnlab.weights.key_rules import OtherSlots
+from attnlab.weights.fit import compare, explained
 from attnlab.weights.measurement import MOST_RUNS, sketch_runs
 from attnlab.weights.plan import right_plan
+from attnlab.weights.rules import OtherSlots
 from attnlab.weights.setup import make_setup
 
 FIELDS = {
@@ -189,17 +189,17 @@ CASE = Case(
 
 @pytest.fixture
 def grouped(monkeypatch):
-    monkeypatch.setattr(evidence, "_NUMBERS", 5000)
+    monkeypatch.setattr(fit, "_NUMBERS", 5000)
     call = attnlab.Lab().call(CASE)
     rows, heads = torch.arange(14), torch.arange(6)
     return make_setup(call, Target.of(CASE), ("context_attention_fwd",), rows, heads)
 
 
 def test_groups_give_the_same_weights_and_verdicts(grouped):
-    groups = list(evidence.head_groups((14, 6, grouped.num_slots), grouped.device))
+    groups = list(fit.head_groups((14, 6, grouped.num_slots), grouped.device))
     assert len(groups) > 2
     expected = right_plan(grouped).weights()
-    assert torch.equal(evidence.right_weights(grouped), expected)
+    assert torch.equal(fit.right_weights(grouped), expected)
     wrong = expected.clone()
     wrong[3, 4] *= 1.5
     right = explained(grouped, wrong, expected)
@@ -208,8 +208,8 @@ def test_groups_give_the_same_weights_and_verdicts(grouped):
 
 
 def test_some_rows_have_the_edges_of_every_sequence(grouped):
-    assert evidence.some_rows(grouped).tolist() == list(range(14))
-    assert {0, 4, 5, 13} <= set(evidence.some_rows(grouped, 2000).tolist())
+    assert fit.some_rows(grouped).tolist() == list(range(14))
+    assert {0, 4, 5, 13} <= set(fit.some_rows(grouped, 2000).tolist())
 
 
 def test_a_large_machine_measures_more_weights(monkeypatch):

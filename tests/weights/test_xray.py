@@ -12,25 +12,22 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.cpu import load
-from attnlab.weights.key_rules import (
-    KeyHead,
-    KeyTimes,
-    OtherSlots,
-    TileTimes,
-    TopLeftMask,
-    ZeroKeys,
-)
-from attnlab.weights.plan import LAST, right_keys
-from attnlab.weights.rule import Constant
-from attnlab.weights.score_rules import (
+from attnlab.weights.plan import LAST, Constant, right_keys
+from attnlab.weights.rules import (
     AlibiFactor,
     Gain,
     HeadGain,
     HeadScore,
+    KeyHead,
+    KeyTimes,
     LoopBase,
     MaskCapped,
     NotRescaled,
+    OtherSlots,
     ScoreFactor,
+    TileTimes,
+    TopLeftMask,
+    ZeroKeys,
 )
 from attnlab.weights.xray import XRay, predict_case
 
@@ -354,7 +351,7 @@ def test_weights_that_are_not_known_are_not_right(monkeypatch):
     """A bound of more than a share of the largest weights hides what is wrong with them."""
     case = Case(**FIELDS, op="unified_attention")
     assert attnlab.xray(case).status == "right"
-    monkeypatch.setattr("attnlab.weights.evidence.MOST_LEFT", 1e-9)
+    monkeypatch.setattr("attnlab.weights.fit.MOST_LEFT", 1e-9)
     found = attnlab.xray(case)
     assert (found.status, found.is_wrong) == ("undecided", True)
     assert found.sentences[0].startswith("not decided: precision")

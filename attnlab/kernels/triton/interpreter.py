@@ -56,6 +56,7 @@ from attnlab.kernels.triton.launch_plan import (
     one_at_a_time,
 )
 from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep, using_lockstep
+from attnlab.kernels.triton.lockstep.notes import ProgramAccesses, Reads
 from attnlab.kernels.triton.patches import bind_libdevice, is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import (
@@ -396,13 +397,13 @@ def _launch(
     from triton.runtime import interpreter
 
     probe = current_probe()
+    log = None if probe is None else probe.begin(function, arguments, converted, sizes)
     if (
         (probe is None or not probe.records)
         and is_lockstep()
-        and _run_together(function, arguments, converted, programs, sizes, plan)
+        and _run_together(function, arguments, converted, programs, sizes, plan, log)
     ):
         return
-    log = None if probe is None else probe.begin(function, arguments, converted, sizes)
     trace: Trace | LaunchLog | None = log
     if log is None and plan.watched is not None:
         trace = Trace.of(plan.watched, arguments, plan.observed.reads)
@@ -428,18 +429,20 @@ def _run_together(
     programs: list[Program],
     sizes: Program,
     plan: LaunchPlan,
+    log: LaunchLog | None,
 ) -> bool:
     """Run the programs of a launch together; return False, and note why, if they must run one by one."""
-    trace = None
-    if plan.watched is not None:
+    reads: Reads | ProgramAccesses | None = None if log is None else ProgramAccesses()
+    if log is None and plan.watched is not None:
         trace = Trace.of(plan.watched, arguments, plan.observed.reads)
+        reads = Reads(regions=trace.regions)
     kernel = function.fn
     together = Together(
         function=function,
         arguments=arguments,
         converted=converted,
         programs=programs,
-        trace=trace,
+        reads=reads,
         prepare=lambda observed, extension: prepared(
             kernel, arguments, sizes, observed, extension=extension
         ),
@@ -451,6 +454,11 @@ def _run_together(
     why = together.run() if programs else ""
     if why:
         plan.observed.alone.setdefault(kernel.__name__, why)
+    elif isinstance(reads, Reads):
+        reads.add_to(plan.observed.reads)
+    elif reads is not None and log is not None:
+        for number, (loads, stores) in reads.in_order():
+            log.add(programs[number], loads, stores)
     return not why
 
 

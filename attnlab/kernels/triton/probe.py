@@ -29,6 +29,7 @@ from attnlab.kernels.triton.run_log import Budget, RunLog
 Program = tuple[int, int, int]
 Line = tuple[str, int]  # file and line
 _MOST_TEXTS = 256  # compiled texts of functions
+_NO_LINE: Line = ("", 0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,7 +69,7 @@ class LaunchLog:
     sizes: Program
     programs: list[ProgramLog] = field(default_factory=list)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
-    _line: Line = ("", 0)
+    _line: Line = _NO_LINE
 
     def loaded(self, addresses: Any, mask: Any) -> None:
         """Record a load of the current line; ``addresses`` uint64, ``mask`` bool of the same shape."""
@@ -88,6 +89,13 @@ class LaunchLog:
 
     def end(self) -> None:
         """Do nothing: :meth:`running` ends a program."""
+
+    def add(self, program: Program, loads: Any, stores: Any) -> None:
+        """Add a program with the addresses that it loads and stores (uint64)."""
+        log = ProgramLog(program=program, loads={_NO_LINE: [loads]})
+        if stores.size:
+            log.stores, log.values = {_NO_LINE: [stores]}, {_NO_LINE: [np.zeros(stores.size)]}
+        self.programs.append(log)
 
     @contextmanager
     def running(self, program: Program, codes: set[CodeType], observed: RunLog) -> Iterator[None]:
@@ -130,7 +138,9 @@ class LaunchLog:
 class Probe:
     """What launches do in addition while the probe is active.
 
-    - ``records``: whether ``launches`` gets a log of each launch.
+    - ``records``: whether ``launches`` gets a log of each launch. With ``accesses``, the log says of each
+      program only what it loads and stores, under no line if the programs run together: then no two of them
+      store different bits in one element.
     - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
       ``together``: the same for functions in the form in which a batch of programs runs them.
     - ``texts``: texts that run in place of those of functions, by file and first line. They replace the
@@ -140,6 +150,7 @@ class Probe:
     """
 
     records: bool = False
+    accesses: bool = False
     edited: Mapping[Any, Any] = field(default_factory=dict)
     together: Mapping[Any, Any] = field(default_factory=dict)
     texts: Mapping[Line, str] = field(default_factory=dict)
@@ -166,7 +177,7 @@ class Probe:
         sizes: Program,
     ) -> LaunchLog | None:
         """Begin the log of a launch, if launches are recorded."""
-        if not self.records:
+        if not (self.records or self.accesses):
             return None
         log = LaunchLog(function=function, arguments=arguments, converted=converted, sizes=sizes)
         known = {address for launch in self.launches for address in launch.before}

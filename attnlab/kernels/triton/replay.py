@@ -206,7 +206,7 @@ class Replay:
             arguments=launch.arguments,
             converted=launch.converted,
             programs=sorted(programs),
-            trace=None,
+            reads=None,
             prepare=self._prepare(launch),
             on_programs=lambda done, total: None,
             observed=observed,

@@ -10,7 +10,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from attnlab.case.lengths import Lengths
+from attnlab.case.case import Lengths
 from attnlab.show.plots.artists import (
     AT_LIMIT,
     COLOURS,
@@ -22,7 +22,7 @@ from attnlab.show.plots.artists import (
 )
 
 if TYPE_CHECKING:
-    from attnlab.lab.error_map import ErrorMap
+    from attnlab.lab.result import ErrorMap
 
 BAND = 16  # rows of the image per sequence
 NAN_AT = 1e5  # where plot_seq_error draws NaN, above every error that it draws

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from attnlab.show.plots.artists import COLOURS, STATUS_COLOURS, ErrorScale, hatch_cells, put_legend
 
 if TYPE_CHECKING:
-    from attnlab.lab.run import Cell
+    from attnlab.lab.lab import Cell
     from attnlab.mla.run import MlaResult
     from attnlab.mutation.power import Mutant
 
@@ -196,10 +196,10 @@ def plot_mla(
     for end in ends[:-1]:
         ax.axvline(end - 0.5, color="#808080", linewidth=1)
     middles = [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=False)]
-    names = [f"seq {i}\ncontext {c}" for i, c in enumerate(result.case.ctx_lens)]
+    names = [f"seq {i}\n{c}" for i, c in enumerate(result.case.ctx_lens)]
     ax.set_xticks(middles, names)
     ax.tick_params(length=0)
-    ax.set_xlabel("rows, by sequence")
+    ax.set_xlabel("rows, by sequence and its context length")
     ax.set_title(title or mla_finding(result))
     if colourbar:
         bar = ax.figure.colorbar(

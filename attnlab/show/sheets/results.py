@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from attnlab.contracts.contract import Contract
     from attnlab.contracts.dispatch import Decision
     from attnlab.contracts.violations import Violation, Violations
-    from attnlab.diagnosis.distinction import OtherRun
+    from attnlab.diagnosis.diagnosis import OtherRun
     from attnlab.lab.decode_error import DecodedError, ErrorAnswer
-    from attnlab.lab.error_map import ErrorMap, Place
-    from attnlab.lab.result import Result
-    from attnlab.lab.run import Cell as StageCell
-    from attnlab.lab.run import StageTable
-    from attnlab.tensors.batch import Batch
-    from attnlab.tensors.cache import PagedCache, Provenance
+    from attnlab.lab.lab import Cell as StageCell
+    from attnlab.lab.lab import StageTable
+    from attnlab.lab.result import ErrorMap, Place, Result
+    from attnlab.tensors.cache import Batch, PagedCache, Provenance
     from attnlab.tensors.call import KernelCall
 
 # Sheets of tensors: Batch, Provenance, PagedCache and KernelCall.

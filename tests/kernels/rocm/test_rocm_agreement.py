@@ -26,7 +26,7 @@ from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
-from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import make_batch
 from attnlab.tensors.call import KernelCall
 
 

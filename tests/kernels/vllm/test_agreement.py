@@ -28,8 +28,8 @@ from attnlab.kernels.binding import bind
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
-from attnlab.lab.error_map import compare
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import map_errors
 
 pytestmark = needs_triton
 
@@ -181,7 +181,7 @@ def test_compare_counts_the_heads_that_ran() -> None:
     expected = torch.zeros(case.lengths.num_tokens, 6, 64)
     output = expected.clone()
     output[0, 1], output[7, 3, 5] = 1.0, 1.0
-    errors = compare(output, expected, case.lengths, 1e-4, 0.0, range(2, 4))
+    errors = map_errors(output, expected, case.lengths, 1e-4, 0.0, range(2, 4))
     assert (errors.mismatched, errors.first_index) == (1, (7, 3, 5))
     assert errors.greatest_abs.index == (7, 3, 5)
     assert torch.isneginf(errors.error[:, [0, 1, 4, 5]]).all()

@@ -16,11 +16,12 @@ from helpers.upstream import script_outcome, written
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.platforms import PLATFORMS
-from attnlab.checker import library, plan
+from attnlab.checker import plan
+from attnlab.checker import report as library
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.diagnosis.location.lines import locatable_case
-from attnlab.diagnosis.rules.addresses import memory_of
+from attnlab.diagnosis.address_rules import memory_of
+from attnlab.diagnosis.lines import locatable_case
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.model import ModelBackend

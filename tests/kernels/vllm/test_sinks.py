@@ -23,7 +23,7 @@ from attnlab.defects import DEFECTS
 from attnlab.defects.scores import splits
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.diagnosis import find_distinction
 from attnlab.kernels import model
 from attnlab.kernels.binding import bind
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -32,9 +32,9 @@ from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.lab.reference import reference
+from attnlab.mutation.power import is_equivalent
 from attnlab.mutation.power import measure_power as power
-from attnlab.mutation.report import is_equivalent
-from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
+from attnlab.tensors.cache import SINK_RANGE, make_batch, sink_logits
 from attnlab.tensors.call import KernelCall
 
 pytestmark = needs_triton

@@ -315,7 +315,8 @@ def test_the_layout_of_every_panel(
     for theme in THEMES:
         page.evaluate(CHANGE_THEME, theme)
         for width, height in SIZES:
-            page.set_viewport_size({"width": width, "height": 3 * height})
+            page.set_viewport_size({"width": width, "height": 4 * height})
+            panel.evaluate("panel => panel.scrollIntoView()")
             page.wait_for_timeout(500)
             assert page.evaluate(PROBLEMS, ".attnlab-panel") == [], (theme, width)
     page.evaluate(CHANGE_THEME, THEMES[0])
@@ -369,7 +370,7 @@ def test_a_long_run_can_be_cancelled(explorer: Any) -> None:
     """At full size progress appears; Cancel ends the run and the old verdict remains as stale."""
     small = small_case(stage="int32_before_cumsum")
     expect(explorer, small, "mismatch")
-    explorer.get_by_text("copy or paste a case as text").click()
+    explorer.get_by_text("copy as code, or paste a case").click()
     pasted = explorer.get_by_placeholder("a test id, JSON or a command line")
     pasted.fill(Case(seed=3, platform="sm_90").to_cli())
     pasted.press("Enter")
@@ -380,7 +381,7 @@ def test_a_long_run_can_be_cancelled(explorer: Any) -> None:
     pasted.fill(small.to_cli())
     pasted.press("Enter")
     expect(explorer, small, "mismatch")
-    explorer.get_by_text("copy or paste a case as text").click()
+    explorer.get_by_text("copy as code, or paste a case").click()
 
 
 def test_a_panel_in_a_notebook(browser: Browser) -> None:

@@ -13,13 +13,11 @@ from helpers.cases import hostile
 from matplotlib.collections import PolyCollection
 
 import attnlab
-from attnlab.case.case import Case
-from attnlab.case.lengths import Lengths
+from attnlab.case.case import Case, Lengths
 from attnlab.case.masks import MASKS
 from attnlab.contracts.slot_states import NOT_READ, SlotMap, SlotState
-from attnlab.lab.lab import Lab
+from attnlab.lab.lab import Cell, Lab
 from attnlab.lab.result import MemoryReport, SlotsRead
-from attnlab.lab.run import Cell
 from attnlab.show.plots import cache as codes_of
 from attnlab.show.plots import (
     plot_blocks,
@@ -40,7 +38,7 @@ from attnlab.show.plots.cache import UNUSED
 from attnlab.show.plots.errors import BAND, FLOOR, NAN_AT
 from attnlab.show.plots.weights import BIASED, FUTURE, HIDDEN, VISIBLE
 from attnlab.tensors.cache import NOBODY, Provenance
-from attnlab.tensors.case_visibility import longest_mask
+from attnlab.tensors.case_call import longest_mask
 from attnlab.weights.xray import key_columns, law_points
 
 LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))

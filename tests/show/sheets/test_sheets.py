@@ -13,6 +13,7 @@ import torch
 from helpers.cases import hostile
 from helpers.html import Page
 from helpers.release_table import TABLE
+from helpers.state_models import ModelRunner
 from rich.console import Console
 
 import attnlab
@@ -25,24 +26,22 @@ from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinction import run_again
+from attnlab.diagnosis.diagnosis import run_again
 from attnlab.horizon.deployment import PRESETS
 from attnlab.horizon.survey import KernelHorizon, Survey
 from attnlab.lab.decode_error import decode_error
-from attnlab.lab.lab import Lab
-from attnlab.lab.run import stage_table
+from attnlab.lab.lab import Lab, stage_table
 from attnlab.lab.writes import WriteCase, WriteReport, WriteResult
-from attnlab.linear.run import ModelRunner
 from attnlab.linear.state_call import make_call
 from attnlab.linear.state_case import StateCase
 from attnlab.linear.state_check import StateFinding, StateReport, StateXRay
-from attnlab.linear.state_xray import measure
+from attnlab.linear.state_claims import measure
 from attnlab.mla.run import MlaReport, VariantResult
 from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.replay.random_comparison import MATCH, Compared, Comparison
 from attnlab.replay.random_comparison import Outcome as Ran
 from attnlab.reports.notebook_result import Change, Outcome, Results
-from attnlab.serving.record import Observation
+from attnlab.serving.capture_state import Observation
 from attnlab.serving.report import CaptureReport, Found, ProcessRecord
 from attnlab.show.notebook import Verdict, Verdicts
 from attnlab.show.sheets import SHEETS, html, line, plain, render, sheet_of, text
@@ -309,7 +308,7 @@ def test_a_result_shows_case_kernels_violations_and_places(nouns: dict[str, Show
 
 
 def test_a_stage_table_shows_its_case_and_each_outcome(nouns: dict[str, Shown]) -> None:
-    table = nouns["attnlab.lab.run.StageTable"]
+    table = nouns["attnlab.lab.lab.StageTable"]
     page = Page(html(table)).text
     assert table.case.release in page
     for cell in table:
@@ -358,7 +357,7 @@ def test_results_show_verdicts_messages_and_changes(nouns: dict[str, Shown]) -> 
 
 
 def test_an_error_map_has_a_row_for_each_sequence(nouns: dict[str, Shown]) -> None:
-    rows = Page(html(nouns["attnlab.lab.error_map.ErrorMap"])).rows
+    rows = Page(html(nouns["attnlab.lab.result.ErrorMap"])).rows
     assert ["0", "40", "33", "0", "0"] in [row[:5] for row in rows]
     assert ["1", "65", "1", "1", "512"] in [row[:5] for row in rows]
 

@@ -160,8 +160,8 @@ def split(values: Any) -> Diverged:
 
 
 def truth(value: Any) -> Any:
-    """Return whether a condition holds: a bool, or (P,) bool if active programs differ."""
-    data = scalars(value)
+    """Return whether a condition holds: a bool, or (P,) bool if programs of the batch that runs differ."""
+    data = scalars(value) if _RUNNING else None
     if data is None:
         return bool(value)
     found = data != 0
@@ -285,7 +285,11 @@ def _under(mask: Any, function: Callable[[], Any]) -> Any:
         batch.active = outer
 
 
+# ``and``, ``or`` and chained comparisons, also of a program that runs alone.
+
+
 def _is_block(value: Any) -> bool:
+    """Answer whether a value is a block of Triton, not a scalar or a constant."""
     return bool(getattr(getattr(value, "type", None), "is_block", bool)())
 
 
@@ -381,14 +385,46 @@ def varied(
     return _united(_most_frequent(batch, found))
 
 
+def decided(value: Any) -> Any:
+    """Return a condition as a bool, or as it is if active programs differ: for a branch, all that is true is
+    alike."""
+    found = truth(value)
+    return found if isinstance(found, bool) else value
+
+
 def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> Any:
-    """Return the masks and values of the kind that most programs have; note the edits of the others."""
+    """Return the masks and values of the kind that most programs have; note the edits of the others.
+
+    Integers of 32 and 64 bits with the same numbers are of one kind here.
+    """
     several = max(found.values(), key=lambda of_kind: sum(int(mask.sum()) for mask, _ in of_kind))
+    like, united = several[0][1], [*several]
     for others in found.values():
-        if others is not several:
+        if others is several:
+            continue
+        same = [(mask, _as_integers(value, like)) for mask, value in others]
+        if all(value is not None for _, value in same):
+            united += same
+        else:
             mask = np.logical_or.reduce([mask for mask, _ in others])
             batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
-    return several
+    return united
+
+
+def _as_integers(value: Any, like: Any) -> Any:
+    """Return integers of 32 or 64 bits as those of ``like``, or None if these cannot have them."""
+    mine, theirs = getattr(value, "handle", None), getattr(like, "handle", None)
+    if mine is None or theirs is None or value.type == like.type:
+        return None
+    data, other = mine.data, theirs.data
+    is_integer = {data.dtype, other.dtype} == {np.dtype(np.int32), np.dtype(np.int64)}
+    if not is_integer or value.shape != like.shape:
+        return None
+    own = data.astype(other.dtype)
+    if not (own == data).all():
+        return None
+    tl = running().interpreter.tl
+    return tl.tensor(running().interpreter.TensorHandle(own, theirs.dtype), like.type)
 
 
 def _of_part(batch: Batch, mask: Any, part: Part, variables: Mapping[str, Any]) -> Any:

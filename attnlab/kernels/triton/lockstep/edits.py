@@ -66,8 +66,7 @@ def compile_edits(
                 edited[at][number] = value
     for head, others in zip(heads, edited, strict=True):
         if others:
-            is_assigned = isinstance(head.statement, ast.Assign)
-            setattr(head.statement, head.name, _varied(head.root, others, is_assigned, variables))
+            setattr(head.statement, head.name, _varied(head, others, variables))
     return compile_lockstep(function, tree), frozenset(done)
 
 
@@ -99,31 +98,37 @@ def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
     return next(found, None)
 
 
-def _varied(
-    root: ast.expr, others: Mapping[int, ast.expr], is_assigned: bool, variables: set[str]
-) -> Any:
-    """Return the call for an expression and its edits; numbers that are assigned become scalars of Triton."""
+def _varied(head: _Head, others: Mapping[int, ast.expr], variables: set[str]) -> Any:
+    """Return the call for an expression and its edits.
+
+    Numbers that are assigned become scalars of Triton, and conditions bools.
+    """
+    around = f"{CONTROL}.decided(0)" if head.name == "test" else "0"
+    if isinstance(head.statement, ast.Assign):
+        around = "interpreter_semantic.to_tensor(0, False)"
     call: Any = ast.parse(f"{CONTROL}.varied(locals(), 0)", mode="eval").body
     numbers, values = (ast.Tuple(elts=[], ctx=ast.Load()) for _ in range(2))
     for number, value in others.items():
         numbers.elts.append(ast.Constant(value=number))
-        values.elts.append(_deferred(value, is_assigned, variables))
-    call.args[1:] = [_deferred(root, is_assigned, variables), numbers, values]
+        values.elts.append(_deferred(value, around, variables))
+    call.args[1:] = [_deferred(head.root, around, variables), numbers, values]
     for node in ast.walk(call):
         if isinstance(node, ast.expr):
-            ast.copy_location(node, root)
+            ast.copy_location(node, head.root)
     return call
 
 
-def _deferred(value: ast.expr, is_assigned: bool, variables: set[str]) -> Any:
-    """Return the names of the variables that an expression reads, and it as a function of them."""
+def _deferred(value: ast.expr, around: str, variables: set[str]) -> Any:
+    """Return the names of the variables that an expression reads, and it as a function of them.
+
+    ``around``: a call with 0 in its place, or 0.
+    """
     names = sorted(variables & loaded(value))
-    text = "interpreter_semantic.to_tensor(0, False)" if is_assigned else "0"
     found: Any = ast.parse(
-        f"({tuple(names)!r}, lambda {', '.join(names)}: {text})", mode="eval"
+        f"({tuple(names)!r}, lambda {', '.join(names)}: {around})", mode="eval"
     ).body
     function = found.elts[1]
-    if is_assigned:
+    if around != "0":
         function.body.args[0] = value
     else:
         function.body = value

@@ -23,11 +23,11 @@ from attnlab.kernels.triton.kernel_text import place_of, text_of, tree_with_name
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
 from attnlab.kernels.triton.lockstep.memory import Part, Tensors, patch_memory
-from attnlab.kernels.triton.lockstep.notes import Notes, Reads
+from attnlab.kernels.triton.lockstep.notes import Notes, Recorder
 from attnlab.kernels.triton.lockstep.operations import Operations
 from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep
 from attnlab.kernels.triton.probe import Probe, current_probe
-from attnlab.kernels.triton.run_log import Memory, RunLog, Trace, limited
+from attnlab.kernels.triton.run_log import Memory, RunLog, limited
 
 Program = tuple[int, int, int]
 
@@ -129,7 +129,7 @@ class Together:
     """A launch whose programs run together.
 
     - ``function``: of Triton. ``converted``: its arguments as a program gets them. ``programs``: those that
-      run, in order. ``trace``: the regions whose accesses are recorded, with ``reads`` that it changes.
+      run, in order. ``reads``: records what they access, or None.
     - ``prepare``: patches the language for a log and an extension, inside a ``with`` block. ``observed``: the
       log of the launch. ``processes``: as in :class:`attnlab.kernels.triton.launch_plan.LaunchPlan`,
       which share what is left after ``alone_s`` seconds. ``on_stored``: called with the addresses of stored
@@ -140,7 +140,7 @@ class Together:
     arguments: Mapping[str, Any]
     converted: Mapping[str, Any]
     programs: Sequence[Program]
-    trace: Trace | None
+    reads: Recorder | None
     prepare: Callable[[Any, Any], Any]
     on_programs: Callable[[int, int], None]
     observed: RunLog
@@ -151,15 +151,14 @@ class Together:
     def run(self) -> str:
         """Run all programs; return "", or why they must run one after another.
 
-        Mutates the tensors, ``trace`` and ``observed`` only in the first case.
+        Mutates the tensors and ``observed`` only in the first case.
         """
         from triton.runtime import interpreter
 
         if any(hasattr(value, "block_shape") for value in self.arguments.values()):
             return "a tensor descriptor"
-        reads = None if self.trace is None else Reads(self.trace.regions)
         notes = Notes(budget=self.observed.budget)
-        tensors = Tensors(Memory(self.arguments), notes, reads, is_shared=self.processes > 1)
+        tensors = Tensors(Memory(self.arguments), notes, self.reads, is_shared=self.processes > 1)
         try:
             kernel = Form(self.function).rewrite()
             with self.prepare(tensors.notes, extension_of(interpreter)):
@@ -173,9 +172,6 @@ class Together:
         if self.on_stored is not None:
             for addresses in tensors.stored_addresses():
                 self.on_stored(addresses)
-        if reads is not None and self.trace is not None:
-            for key, slots in reads.by_program():
-                self.trace.reads.setdefault(key, set()).update(slots)
         return ""
 
     def _run_all(self, runner: "Runner") -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.kernels.triton.lockstep.control import Refused, running
-from attnlab.kernels.triton.lockstep.notes import Notes, Reads, first_program
+from attnlab.kernels.triton.lockstep.notes import Notes, Recorder, first_program
 from attnlab.kernels.triton.lockstep.operations import shape_of
 from attnlab.kernels.triton.patches import decoded, encoded, is_bfloat16
 from attnlab.kernels.triton.run_log import Memory, values_outside
@@ -65,7 +65,7 @@ class Part:
 
     failed: str = ""
     notes: Notes | None = None
-    reads: Reads | None = None
+    reads: Recorder | None = None
     loaded: frozenset[int] = frozenset()
     stored: dict[int, int] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class Tensors:
 
     memory: Memory
     notes: Notes
-    reads: Reads | None = None
+    reads: Recorder | None = None
     is_shared: bool = False
     is_copy: bool = False
     stores: list[Store] = field(default_factory=list)

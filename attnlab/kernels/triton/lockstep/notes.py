@@ -3,7 +3,6 @@
 Of each line the log of a launch keeps the first note, in the order in which programs run one after another.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,23 +106,95 @@ _FAR = 1 << 40
 
 
 @dataclass(slots=True, eq=False)
-class Reads:
-    """The accesses of a launch's programs to some regions. :meth:`end` ends a batch.
+class Recorder:
+    """Records what a launch's programs access; :meth:`end` ends a batch.
 
-    ``found``: (number of the program, its slots by name and rows).
+    ``found``: (number of the program, what it accesses).
     """
 
-    regions: list[Region]
-    found: list[tuple[int, dict[Key, set[int]]]] = field(default_factory=list)
+    found: list[tuple[int, Any]] = field(default_factory=list)
+
+    def loaded(self, addresses: Any, program: Any) -> None:
+        """Record loads: addresses (uint64), and the program in the batch of each, or None for all active."""
+        raise NotImplementedError
+
+    def stored(self, addresses: Any, program: Any) -> None:
+        """Record stores, as :meth:`loaded`."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget the accesses of a batch that does not end."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End a batch: add what each program accesses."""
+        raise NotImplementedError
+
+    def take(self, other: "Recorder") -> None:
+        """Add what a copy of the process recorded, which has what this one recorded before, too."""
+        known = {number for number, _ in self.found}
+        self.found += [one for one in other.found if one[0] not in known]
+
+    def in_order(self) -> list[tuple[int, Any]]:
+        """Return ``found`` in the order in which programs run one after the other."""
+        return sorted(self.found, key=lambda one: one[0])
+
+
+@dataclass(slots=True, eq=False)
+class ProgramAccesses(Recorder):
+    """All accesses: ``found`` has the unique addresses of loads and of stores of each program (uint64)."""
+
+    _loads: list[Any] = field(default_factory=list)
+    _stores: list[Any] = field(default_factory=list)
+
+    def loaded(self, addresses: Any, program: Any) -> None:
+        """Record loads as :class:`Recorder` says."""
+        self._loads.append((addresses, program))
+
+    def stored(self, addresses: Any, program: Any) -> None:
+        """Record stores as :class:`Recorder` says."""
+        self._stores.append((addresses, program))
+
+    def clear(self) -> None:
+        """Forget the accesses of a batch that does not end."""
+        self._loads, self._stores = [], []
+
+    def end(self) -> None:
+        """End a batch."""
+        batch = running()
+        both = (_addresses_of(parts, batch.size) for parts in (self._loads, self._stores))
+        self.found += zip(batch.numbers.tolist(), zip(*both, strict=True), strict=True)
+        self.clear()
+
+
+def _addresses_of(parts: list[Any], size: int) -> list[Any]:
+    """Return the unique addresses of each program of a batch.
+
+    ``parts``: addresses and the program of each, or None for all.
+    """
+    shared = [addresses for addresses, program in parts if program is None]
+    own = [part for part in parts if part[1] is not None]
+    programs = np.concatenate([program for _, program in own] or [np.zeros(0, np.int64)])
+    order = np.argsort(programs, kind="stable")
+    addresses = np.concatenate([some for some, _ in own] or [np.zeros(0, np.uint64)])[order]
+    ends = np.searchsorted(programs[order], np.arange(1, size))
+    return [np.unique(np.concatenate([one, *shared])) for one in np.split(addresses, ends)]
+
+
+@dataclass(slots=True, eq=False)
+class Reads(Recorder):
+    """The accesses to some regions: ``found`` has the slots of each program by name and rows."""
+
+    regions: list[Region] = field(kw_only=True)
     _rows: list[Any] = field(default_factory=list)
     _slots: dict[str, list[Any]] = field(default_factory=dict)
 
     def loaded(self, addresses: Any, program: Any) -> None:
-        """Record loads: addresses (uint64), and the program in the batch of each, or None for all active."""
+        """Record loads as :class:`Recorder` says."""
         self._record(addresses, program, reads=True)
 
     def stored(self, addresses: Any, program: Any) -> None:
-        """Record stores, as :meth:`loaded`."""
+        """Record stores as :class:`Recorder` says."""
         self._record(addresses, program, reads=False)
 
     def _record(self, addresses: Any, program: Any, reads: bool) -> None:
@@ -163,15 +234,11 @@ class Reads:
             self.found.append((number, found))
         self.clear()
 
-    def take(self, other: "Reads") -> None:
-        """Add what a copy of the process recorded, which has what this one recorded before, too."""
-        known = {number for number, _ in self.found}
-        self.found += [one for one in other.found if one[0] not in known]
-
-    def by_program(self) -> Iterator[tuple[Key, set[int]]]:
-        """Yield the slots of each program, in the order in which programs run one after the other."""
-        for _, found in sorted(self.found, key=lambda one: one[0]):
-            yield from found.items()
+    def add_to(self, reads: dict[Key, set[int]]) -> None:
+        """Add the slots of each program to those of a trace."""
+        for _, found in self.in_order():
+            for key, slots in found.items():
+                reads.setdefault(key, set()).update(slots)
 
 
 def _by_program(parts: list[Any], size: int) -> list[list[int]]:

@@ -9,18 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnlab.kernels.triton.kernel_text import (
-    AND_CALL,
-    CHAIN_CALL,
     CONTROL,
     FOR_MARK,
     IF_MARK,
-    OR_CALL,
     RAN_MARK,
 )
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Refused
 
-_COMBINED = {AND_CALL: "both", OR_CALL: "either", CHAIN_CALL: "chain"}
 _STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.If, ast.For, ast.While, ast.Return, ast.Pass,
     ast.Assert, ast.Break, ast.Continue,
@@ -155,7 +151,7 @@ def _takes_a_scalar(node: ast.AST | None) -> bool:
 
 
 class Rewriter(ast.NodeTransformer):
-    """Replaces what decides which statements run, and combines conditions."""
+    """Replaces what decides which statements run; the interpreter's own transformer combines conditions."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         check_statements(node)
@@ -277,24 +273,10 @@ class Rewriter(ast.NodeTransformer):
         call.args[0] = node.operand
         return ast.copy_location(call, node)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
-        return _combined(super().visit_BoolOp(node))
-
-    def visit_Compare(self, node: ast.Compare) -> Any:
-        return _combined(super().visit_Compare(node))
-
 
 def lockstep_transformer(base: type) -> Any:
     """Return the transformer of the syntax tree of a function, based on that of the lab's interpreter."""
     return type("LockstepTransformer", (Rewriter, base), {})()
-
-
-def _combined(node: Any) -> Any:
-    """Return a call of the lab's interpreter that combines conditions as one of the control module."""
-    name = getattr(getattr(node, "func", None), "id", "")
-    if name in _COMBINED:
-        node.func = _expression(f"{CONTROL}.{_COMBINED[name]}")
-    return node
 
 
 def _has_jump(block: Iterable[ast.stmt]) -> bool:

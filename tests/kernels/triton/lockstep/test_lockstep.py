@@ -17,6 +17,7 @@ from attnlab.kernels.triton.lockstep import control, launch, memory
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Range, Refused
 from attnlab.kernels.triton.lockstep.launch import using_lockstep
 from attnlab.kernels.triton.lockstep.operations import converted
+from attnlab.kernels.triton.probe import Probe, joined, probing, stores_of
 from attnlab.kernels.triton.run_log import Watched
 
 pytestmark = pytest.mark.skipif(
@@ -199,6 +200,33 @@ def test_reads_are_those_of_each_program(kernels):
     assert list(reads[0]) == list(reads[1])
     assert reads[1][("cache", (3,))] == {0, 2, 3}
     assert reads[1][("cache", (2,))] == set(range(32))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_alone"), [("walk", False), ("loops", False), ("same_element", True)]
+)
+def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
+    """All loads and stores of a program, as when programs run one after another, which conflicts need."""
+    numbers, found = torch.tensor([3, 0, 8, 1, 5, 2], dtype=torch.int32), []
+    given = {
+        "walk": (numbers, torch.randn(8, 4), torch.zeros(6, 4)),
+        "loops": (numbers, torch.zeros(24)),
+        "same_element": (torch.zeros(16), 8),
+    }[name]
+    fixed = {} if name == "same_element" else {"SIZE": 4}
+    for on in (False, True):
+        plan = LaunchPlan()
+        with launching(plan), using_lockstep(on), probing(Probe(accesses=True)) as probe:
+            getattr(kernels, name)[(6,)](*given, **fixed)
+        assert not on or bool(plan.observed.alone) == is_alone
+        (log,) = probe.launches
+        found.append(
+            [(p.program, joined(p.loads).tolist(), joined(p.stores).tolist()) for p in log.programs]
+        )
+        conflicts = [bool(one.conflicts) for one in stores_of(probe.launches)]
+        assert conflicts == [name == "same_element"]
+    assert found[0] == found[1]
+    assert len({tuple(stores) for _, _, stores in found[1]}) == (3 if is_alone else 6)
 
 
 @pytest.mark.parametrize(
