@@ -1,12 +1,12 @@
-"""Run a library's own attention tests, unmodified, on a machine without GPU, and count the faults that they notice.
+"""Run a library's own attention tests on a machine without GPU, and count the faults that they notice.
 
     python tools/upstream_tests.py lmdeploy SOURCE TEST_FILE [-k EXPRESSION] --out power.json
 
-SOURCE is a checkout, a wheel or an sdist of the library. Its Triton kernels run under the lab's interpreter: the
-modules that attnlab's records of the library name are imported as for ``attnlab check``, and a test that asks
-for a CUDA device gets the CPU. ``--attnlab-power`` then says which defects each passing test would notice. For
-library functions without a record, add ``--op MODULE:FUNCTION``. ``--reduce OLD=NEW`` replaces a text of the test
-file, such as a size that is too large for an interpreter; the output states them.
+SOURCE is a checkout, a wheel or an sdist of the library. Its Triton kernels run under the lab's interpreter:
+the modules that attnlab's records of the library name are imported as for ``attnlab check``, and a test that
+asks for a CUDA device gets the CPU. ``--attnlab-power`` says which defects each passing test would notice.
+``--op MODULE:FUNCTION`` names the functions whose calls are recorded. ``--reduce "OLD => NEW"`` replaces a
+text of the test file, such as a size that is too large for an interpreter; the output states them.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tests = folder / "tests"
     shutil.copytree(args.tests.parent, tests)
     file = tests / args.tests.name
-    for old, _, new in (one.partition("=") for one in args.reduce):
+    for old, _, new in (one.partition(" => ") for one in args.reduce):
         text = file.read_text()
         if old not in text:
             raise SystemExit(f"--reduce must name a text of {file.name}, got {old}")
@@ -78,12 +78,25 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recorded = "\n".join(args.op)
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "upstream_tests", "-p", "no:cacheprovider"),
-        *("--attnlab-power-json", "power.json", "--junitxml=junit.xml", "-o", f"attnlab_ops={recorded}"),
+        *(
+            "--attnlab-power-json",
+            "power.json",
+            "--junitxml=junit.xml",
+            "-o",
+            f"attnlab_ops={recorded}",
+        ),
         *(str(file), "-k", args.k, "--tb=short", "--no-header"),
     ]
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    known = {**os.environ, SETTINGS: json.dumps(settings), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=folder, env=known, text=True, capture_output=True, check=False)
+    known = {
+        **os.environ,
+        SETTINGS: json.dumps(settings),
+        "PYTHONPATH": path,
+        "TRITON_INTERPRET": "1",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=known, text=True, capture_output=True, check=False
+    )
     print(done.stdout[-6000:], done.stderr[-3000:], file=sys.stderr)
     outcomes = {}
     for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
@@ -104,7 +117,7 @@ def main() -> None:
     parser.add_argument("-k", default="")
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--platform", default="sm_90")
-    parser.add_argument("--reduce", action="append", default=[], metavar="OLD=NEW")
+    parser.add_argument("--reduce", action="append", default=[], metavar="OLD => NEW")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -297,8 +297,8 @@ def _window(name: str, call: KernelCall, example: Any) -> Any:
     return example if is_none else max(1, int(call.seq_lens.max()))
 
 
-# Ops whose arguments are not those of a call: pages as lists, a query with a dimension for each sequence's rows,
-# a latent cache. The signatures are those of flash_attn 2.8, flash_mla and flashinfer 0.4.
+# Ops whose arguments are not those of a call: pages as lists, a query with a dimension for the rows of each
+# sequence, a latent cache. The signatures are those of flash_attn 2.8, flash_mla and flashinfer 0.4.
 
 
 def _flash_decode(function: Callable[..., Any], call: KernelCall) -> Any:
@@ -331,8 +331,11 @@ def _trtllm_mla(function: Callable[..., Any], call: KernelCall) -> Any:
 def _trtllm_decode(function: Callable[..., Any], call: KernelCall) -> Any:
     rows = int(call.query_lens.max())
     given = {"query": _by_sequence(call).flatten(0, 1), "kv_cache": _both(call), **_of_trtllm(call)}
-    others = {"window_left": call.sliding_window - 1 if call.sliding_window else None}
-    others |= {"sinks": call.sinks, "q_len_per_req": rows if rows > 1 else None}
+    others = {
+        **_window_left(call),
+        "sinks": call.sinks,
+        "q_len_per_req": rows if rows > 1 else None,
+    }
     return _with(function, call, (), {**given, "kv_layout": "NHD"}, others, scale="bmm1_scale")
 
 
@@ -341,9 +344,9 @@ def _trtllm_context(function: Callable[..., Any], call: KernelCall) -> Any:
     given = {"query": call.query, "kv_cache": _both(call), **_of_trtllm(call), "bmm2_scale": 1.0}
     given |= {"max_q_len": call.max_query_len, "max_kv_len": given.pop("max_seq_len")}
     given |= {"batch_size": len(call.seq_lens), "cum_seq_lens_q": call.query_start_loc}
-    others = {"window_left": call.sliding_window - 1 if call.sliding_window else None}
     given |= {"cum_seq_lens_kv": lens, "kv_layout": "NHD"}
-    return _with(function, call, (), given, {**others, "sinks": call.sinks}, scale="bmm1_scale")
+    others = {**_window_left(call), "sinks": call.sinks}
+    return _with(function, call, (), given, others, scale="bmm1_scale")
 
 
 def _wrapper(kind: Callable[..., Any], call: KernelCall) -> Any:
@@ -356,8 +359,7 @@ def _wrapper(kind: Callable[..., Any], call: KernelCall) -> Any:
     lists = (starts, torch.cat(pages).int(), (call.seq_lens - (counts - 1) * size).int(), *heads)
     is_prefill = kind.__name__.startswith("BatchPrefill")
     given = {"causal": call.causal} if is_prefill else {}
-    others = {"window_left": call.sliding_window - 1 if call.sliding_window else None}
-    others |= {"logits_soft_cap": call.softcap}
+    others = {**_window_left(call), "logits_soft_cap": call.softcap}
     first = (call.query_start_loc, *lists) if is_prefill else lists
     _with(wrapper.plan, call, first, given, others, scale="sm_scale")
     return wrapper.run(call.query, _both(call))
@@ -427,7 +429,19 @@ def _with(
     return function(*first, **given, **used, **{scale: sm_scale})
 
 
-_STATED = ("query_start_loc", "sm_scale", "sliding_window", "causal", "softcap", "alibi_slopes", "sinks")
+_STATED = (
+    "query_start_loc",
+    "sm_scale",
+    "sliding_window",
+    "causal",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+)
+
+
+def _window_left(call: KernelCall) -> dict[str, Any]:
+    return {"window_left": call.sliding_window - 1 if call.sliding_window else None}
 
 
 def _by_sequence(call: KernelCall) -> torch.Tensor:
@@ -435,7 +449,8 @@ def _by_sequence(call: KernelCall) -> torch.Tensor:
     rows = int(call.query_lens.max())
     if bool((call.query_lens != rows).any()):
         raise Unsupported("every sequence must have as many new tokens")
-    return call.query.unflatten(0, (-1, rows))
+    rows_by_sequence: torch.Tensor = call.query.unflatten(0, (-1, rows))
+    return rows_by_sequence
 
 
 def _pages(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:

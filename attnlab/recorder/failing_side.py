@@ -112,8 +112,9 @@ class Comparisons:
             if len(args) > 1 and _are_alike(*args[:2]) and isinstance(result, torch.Tensor):
                 set_note(result, _Difference(*args[:2]))
         elif name in _COMPARED_BY:
-            passed = bool(result.all()) if name == "isclose" else bool(result)
-            self._add(_COMPARED_BY[name], args, {}, passed)
+            error = result if isinstance(result, RuntimeError) else None
+            passed = bool(result.all()) if name == "isclose" and error is None else bool(result)
+            self._add(_COMPARED_BY[name], args, {}, passed and error is None, error)
         elif name in _SIZES_OF_TWO and len(args) > 1:
             self._add(_equal, args[:2], {}, None)
         elif name in _SIZES and isinstance(difference := note_of(args[0]), _Difference):

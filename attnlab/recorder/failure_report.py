@@ -133,11 +133,12 @@ def _fill(
         one, judgement = _judged(one, comparison, recorded)
     except AttnLabError as error:
         failure = error
-    number = next((n for n, other in enumerate(recorded, 1) if other.is_same(one)), len(recorded))
+    alike = [other for other in recorded if other.is_chain == one.is_chain] or list(recorded)
+    number = next((n for n, other in enumerate(alike, 1) if other.is_same(one)), len(alike))
     unknown = () if judgement is None else judgement.diagnosis.undecided_by
     if unknown:
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
-    report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
+    report.add("op", f"{one.origin.op}, call {number} of the last {len(alike)}")
     if judgement is not None and one.is_guess and not _confirms_reading(judgement):
         is_named = not (one.origin.op or "").startswith((CHAIN, LAUNCH))
         report.add("not decided", _NO_ATTENTION.format(one.kernel) if is_named else _NOT_CONFIRMED)
@@ -157,9 +158,7 @@ def _fill(
     _write(report, node_id, one, judgement, found, folder)
 
 
-_NOT_CONFIRMED = (
-    "the test compares the output with nothing that was recognised as the attention of these arguments"
-)
+_NOT_CONFIRMED = "the test compares its output with nothing that was recognised as the attention of its arguments"
 _NO_ATTENTION = (
     "the function has the arguments of attention, but the test compares its output with nothing that was "
     "recognised as the attention of these arguments; if it is meant to be: -o attnlab_ops={}"

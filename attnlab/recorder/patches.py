@@ -156,7 +156,7 @@ Listener = Callable[[str, Sequence[Any], Any], None]
 
 
 class Watch(TorchFunctionMode):
-    """Tells listeners of each function of torch that Python calls: its name, its arguments and its result.
+    """Tells listeners of each function of torch that Python calls: name, arguments, and result or error.
 
     What a function of torch calls itself, and compiled code, is not seen.
     """
@@ -165,15 +165,31 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._listeners = listeners
 
+    def start(self) -> None:
+        """Tell the listeners from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Tell them nothing any more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not torch.compiler.is_compiling():
-            given = (*args, *kwargs.values()) if kwargs else args
-            for listener in self._listeners:
-                listener(func.__name__, given, result)
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            self._tell(func, args, kwargs, error)
+            raise
+        self._tell(func, args, kwargs, result)
         return result
+
+    def _tell(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> None:
+        given = (*args, *kwargs.values()) if kwargs else args
+        for listener in self._listeners:
+            listener(func.__name__, given, result)
 
 
 _notes = WeakIdKeyDictionary()

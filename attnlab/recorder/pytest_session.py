@@ -186,7 +186,7 @@ class Session:
         if not session._is_controller:
             session._capture.start()
             session._comparisons.start()
-            session._watch.__enter__()
+            session._watch.start()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record the project's own functions that look like attention, beside those of attnlab_ops.
@@ -215,7 +215,7 @@ class Session:
     def pytest_unconfigure(self) -> None:
         """Put the wrapped functions back."""
         if not self._is_controller:
-            self._watch.__exit__(None, None, None)
+            self._watch.stop()
             self._comparisons.stop()
             self._capture.stop()
 
