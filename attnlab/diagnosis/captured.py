@@ -347,7 +347,6 @@ def diagnose_captured(
     if call.origin.backend == STOCK_BFLOAT16 and output is None:
         if runner is None:
             return Diagnosis(status="not decided", rejection=_OF_STOCK)
-        runner = for_call(call, runner)
         output = run_call(call.cpu(), runner, ran.case)
         own = dataclasses.replace(call, origin=dataclasses.replace(call.origin, backend=None))
         found = diagnose_captured(
