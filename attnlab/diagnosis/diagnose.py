@@ -13,7 +13,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.case.fields import refuse
+from attnlab.case.fields import refuse, runs_triton
 from attnlab.case.op_arguments import NONE
 from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
@@ -233,9 +233,9 @@ def _writes(case: Case, ran: Result, is_wrong: torch.Tensor, run: Run) -> Iterat
 def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
     """Yield that the output depends on scratch memory that no kernel has written, if so.
 
-    Only ops of vLLM get scratch memory from the lab. On the emulated device, a trace finds such reads.
+    Only ops of a source get scratch memory from the lab. On the emulated device, a trace finds such reads.
     """
-    if case.backend != "vllm":
+    if not runs_triton(case.backend):
         return
     with scratch_full_of(0.0):
         again = run(case)
