@@ -27,7 +27,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int
 from attnlab.cli.command import print_json, progress
-from attnlab.cli.sharded import add_engine, run_sharded
+from attnlab.cli.sharded import run_sharded
 from attnlab.contracts.contract import TRITON_DECODE, Target
 from attnlab.kernels.binding import bind
 from attnlab.kernels.rocm import backend as rocm_source
@@ -286,7 +286,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="planted defects, and as many sound runs",
     )
     diagnose.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the cases")
-    add_engine(diagnose, "default: this process")
+    diagnose.add_argument(
+        "--engine", metavar="ENGINE", help="as for attnlab check; default: this process"
+    )
     diagnose.add_argument(
         "--out", type=Path, metavar="DIR", help="keep each verdict here; the same command continues"
     )

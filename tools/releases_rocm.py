@@ -11,8 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.build import has_source
-from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
+from attnlab.kernels.rocm.device import PLAIN, DeviceOptions, has_source
 from attnlab.kernels.vllm.source import Source, fetch_sdist, find_source
 from attnlab.lab.lab import Lab
 

@@ -39,8 +39,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE, OPS, TRITON_OPS
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.variants import DEFAULT_CASES
+from attnlab.checker.hostile import DEFAULT_CASES, hostile_cases
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose

@@ -50,20 +50,35 @@ class Parser(argparse.ArgumentParser):
 
 
 _PATHS = ("FILE", "FILE.html", "DIR", "FOLDER", "PATH")
+_TYPES = {"int": int, "float": float, "str": str, "Path": Path}
 
 
 def flag(group: Any, spec: str, text: str, **options: Any) -> None:
-    """Add a flag such as "--out DIR" to a parser or a group; ``text`` is its help.
+    """Add a flag such as "--out DIR", or "call CALL:Path" without dashes, to a group; ``text`` is its help.
 
-    The word after the name stands for the value, which becomes a Path if the word is FILE, DIR, FOLDER or
-    PATH. A flag without such a word and without choices is true or false. ``options``: of add_argument.
+    The word after the name stands for the value, which is a Path if the word is FILE, DIR, FOLDER or PATH.
+    ":int", ":float", ":str" or ":Path" states another type, "a|b" the values that are allowed, "…" that the
+    flag may be repeated, and "= value" the default. A flag without a word is true or false. What has no
+    dashes may end with "?", "*" or "+", as nargs. "-p/--parameter" has two names. ``options``: of
+    add_argument.
     """
-    name, _, value = spec.partition(" ")
-    if value:
-        options = {"type": Path if value in _PATHS else str, "metavar": value, **options}
-    elif "choices" not in options:
-        options["action"] = "store_true"
-    group.add_argument(name, help=text, **options)
+    spec, has_default, default = re.fullmatch(r"(.*?)( =(?: (.*))?)?", spec, re.DOTALL).groups("")  # type: ignore[union-attr]
+    names, _, word = spec.partition(" ")
+    given: dict[str, Any] = {"default": default} if has_default else {}
+    if word.endswith("…"):
+        given["action"] = "append"
+    elif word[-1:] in ("?", "*", "+") and not names.startswith("-"):
+        given["nargs"] = word[-1]
+    word = word.rstrip("…?*+") if given.keys() & {"action", "nargs"} else word
+    shown, _, kind = word.rpartition(":")
+    shown, kind = (shown, kind) if kind in _TYPES else (word, "Path" if word in _PATHS else "str")
+    if "|" in word:
+        given["choices"] = tuple(word.split("|"))
+    elif word:
+        given |= {"type": _TYPES[kind], "metavar": shown}
+    elif names.startswith("-") and "choices" not in options:
+        given["action"] = "store_true"
+    group.add_argument(*names.split("/"), help=text, **{**given, **options})
 
 
 def add_case_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,23 +120,6 @@ def given_fields(args: argparse.Namespace, fields: Declarations) -> dict[str, An
         for name, text in texts.items()
         if text is not None
     }
-
-
-def add_source_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --source (the vLLM whose kernels run) and --device (where they run)."""
-    flag(
-        parser,
-        "--source PATH",
-        "vLLM whose kernels run with --backend vllm, rocm or cuda: a wheel, an sdist or a checkout "
-        "(default: the installed vLLM); rocm and cuda require an sdist or a checkout",
-    )
-    flag(
-        parser,
-        "--device",
-        "where --backend vllm runs: on the GPU (cuda) or under Triton's interpreter (cpu); default: "
-        "cuda if torch can use a GPU",
-        choices=("cuda", "cpu"),
-    )
 
 
 def case_of(args: argparse.Namespace) -> Case:

@@ -29,9 +29,7 @@ from attnlab.checker.case_run import with_imports
 from attnlab.checker.check import usual_platform
 from attnlab.checker.finding import HORIZON, KINDS, Finding
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import OnProgress, ignore_progress, watching
 from attnlab.checker.plan import (
-    FAULTS,
     Outcomes,
     cost_key,
     cost_s,
@@ -39,7 +37,9 @@ from attnlab.checker.plan import (
     digest_of,
     estimated_bytes,
     findings_of,
+    has_run,
     packaged_costs,
+    why_not_run,
 )
 from attnlab.checker.releases import (
     ABSENT,
@@ -56,14 +56,14 @@ from attnlab.checker.releases import (
     op_digest,
     why_no_verdict,
 )
-from attnlab.checker.report import NotRun
+from attnlab.checker.report import NotRun, OnProgress, counted, ignore_progress, op_of, watching
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import ChangedTest
 from attnlab.tasks.run import TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
-from attnlab.tasks.task import DONE, Engine, Outcome, Stop, Task, never
+from attnlab.tasks.task import Engine, Stop, Task, never
 
 COMMAND = "atlas"
 Fields = dict[str, Any]  # of a Case, without those that choose the op and the library
@@ -657,7 +657,7 @@ def build_atlas(
 ) -> ReleaseTable:
     """Return the table of the outcomes of some tasks; ``stopped`` is the reason for a missing one."""
     atlas = _atlas(header, tasks, outcomes, stopped)
-    ran = [one for one in map(outcomes.get, atlas.tasks) if one is not None and _has_run(one)]
+    ran = [one for one in map(outcomes.get, atlas.tasks) if has_run(one)]
     return ReleaseTable(
         releases=[*header["runs"]],
         device=header["device"],
@@ -682,26 +682,11 @@ def newest_findings(table: ReleaseTable) -> dict[str, list[Finding]]:
     return {version: [*found] for version, found in newest.items()}
 
 
-def _has_run(outcome: Outcome) -> bool:
-    return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
-
-
 def _not_run(tasks: Sequence[Task], outcomes: Outcomes, stopped: str) -> list[NotRun]:
     """Return the calls that did not run although the op may take them, by op and reason."""
-    found: dict[tuple[str, str], list[Case]] = {}
-    for task in tasks:
-        outcome = outcomes.get(task.key)
-        reason = stopped if outcome is None else ""
-        if outcome is not None and not _has_run(outcome):
-            is_done = outcome.status == DONE and outcome.verdict is not None
-            reason = str(outcome.verdict["not_run"]) if is_done else outcome.text  # type: ignore[index]
-        if reason:
-            case = Case.from_dict(task.payload["case"])
-            found.setdefault((f"{task.payload['library']} {case.op}", reason), []).append(case)
-    return [
-        NotRun(op=name, reason=reason, cases=len(of), run=of[0].to_cli())
-        for (name, reason), of in found.items()
-    ]
+    reasons = ((task, why_not_run(outcomes.get(task.key), stopped)) for task in tasks)
+    names = ((f"{task.payload['library']} {op_of(task)}", task, reason) for task, reason in reasons)
+    return counted((name, reason, task) for name, task, reason in names if reason)
 
 
 def merged_atlas(header: Header, outcomes: Outcomes) -> ReleaseTable:

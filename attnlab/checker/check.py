@@ -1,6 +1,7 @@
 """The part of ``import attnlab`` that checks a library of kernels."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ from attnlab.case.ops import OPS, RELEASES
 from attnlab.library.op import libraries, package_of
 
 if TYPE_CHECKING:
-    from attnlab.checker.library import OnProgress, Progress, Report
     from attnlab.checker.plan import Plan
     from attnlab.checker.releases import Release, ReleasePlan
+    from attnlab.checker.report import OnProgress, Progress, Report
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.task import Engine
 
@@ -63,7 +64,7 @@ def check(
       also of ``source``; or ``source``: a vLLM wheel, sdist or
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
-    - ``library``: which library ``source`` or the installed package is, a folder of attnlab/library.
+    - ``library``: which library ``source`` or the installed package is, a module of attnlab/library.
     - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
     - ``platform``: what is modelled; None is sm_90, and for an op that does not run there its first one.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
@@ -73,7 +74,7 @@ def check(
       it runs again alone; then it is a finding. None for 60, or 180 s in all on a GPU, where kernels are
       compiled.
     - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
-      :class:`attnlab.checker.library.Progress`, after each case.
+      :class:`attnlab.checker.report.Progress`, after each case.
     - ``engine``: "local" or "local:N", N worker processes; "ray" or "ray://HOST:PORT", a Ray cluster; None
       for one process per core; on GPUs, as many as their memory allows.
     - ``shard``: "i/n", this part of the cases; ``attnlab merge`` joins the stores of all parts.
@@ -86,30 +87,24 @@ def check(
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
     """
-    chosen_library: dict[str, Any] = {
-        "kernel": kernel,
-        "source": source,
-        "library": library,
-        "installed": installed,
-        "csrc": csrc,
-        "release": release,
-        "device": device,
-    }
-    check_library_flags(**chosen_library, coverage=coverage)
+    kernels = Chosen(
+        kernel=kernel, source=source, library=library, installed=installed,
+        csrc=csrc, release=release, device=device,
+    )  # fmt: skip
+    kernels.check(coverage=coverage)
     check_conditions(
         platform=platform, cases=cases, seconds=seconds, case_seconds=case_seconds, seed=seed
     )
     check_scaling(engine=engine, shard=shard, times=times)
 
     from attnlab.checker.finding import read_known
-    from attnlab.checker.library import check_library
-    from attnlab.checker.plan import Plan, costs_of_store, packaged_costs
+    from attnlab.checker.plan import Plan
+    from attnlab.checker.report import check_library
     from attnlab.kernels.backend import cell_steps
     from attnlab.tasks.store import Shard
 
-    backend = backend_of(**chosen_library)  # whose records are ops from here on
+    backend = kernels.backend()  # whose records are ops from here on
     expected = () if known is None else read_known(Path(known))
-    limit_s = _CASE_SECONDS[backend.device] if case_seconds is None else case_seconds
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
         refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
@@ -121,13 +116,11 @@ def check(
         backend=backend,
         ops=tuple(op for op in chosen if op not in elsewhere),
         left_out=tuple(f"{op}: it does not run on platform {platform}" for op in elsewhere),
-        platform=platform or usual_platform(chosen),
+        coverage=coverage,
         cases=cases,
         seed=seed,
-        case_limit_s=limit_s,
-        coverage=coverage,
         horizon=horizon,
-        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+        **_conditions(backend, chosen, platform, case_seconds, times),
     )
 
     def note(progress: "Progress") -> None:
@@ -169,24 +162,38 @@ def release_plan(
     """
     check_conditions(platform=platform, cases=cases, case_seconds=case_seconds, seed=seed)
     check_scaling(times=times)
-    from attnlab.checker.plan import costs_of_store, packaged_costs
     from attnlab.checker.releases import ReleasePlan
 
-    limit_s = _CASE_SECONDS[releases[0].backend.device] if case_seconds is None else case_seconds
-    known = releases[0].backend.ops
+    backend = releases[0].backend
+    known = backend.ops
     for op in ops or ():
         if op not in known:
             refuse("op", f"one of {', '.join(known)}", op)
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),
-        platform=platform or usual_platform(known),
         cases=cases,
         seed=seed,
-        case_limit_s=limit_s,
         horizon=horizon,
-        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+        **_conditions(backend, known, platform, case_seconds, times),
     )
+
+
+def _conditions(
+    backend: "Backend",
+    ops: Sequence[str],
+    platform: str | None,
+    case_seconds: float | None,
+    times: Path | str | None,
+) -> dict[str, Any]:
+    """Return the fields of a plan that have a usual value where a check states none."""
+    from attnlab.checker.plan import costs_of_store, packaged_costs
+
+    return {
+        "platform": platform or usual_platform(ops),
+        "case_limit_s": _CASE_SECONDS[backend.device] if case_seconds is None else case_seconds,
+        "costs": packaged_costs() if times is None else costs_of_store(Path(times)),
+    }
 
 
 def usual_platform(ops: Sequence[str]) -> str:
@@ -207,85 +214,76 @@ def engine_of(name: str | None, plan: "Plan", stop: Callable[[], bool] = lambda:
     return find_engine(name or "local", plan.backend.device, stop)
 
 
-def backend_of(
-    kernel: str | None = None,
-    *,
-    source: Path | str | None = None,
-    library: str = "vllm",
-    installed: bool = False,
-    csrc: bool = False,
-    release: str = RELEASES[-1],
-    device: str = "cpu",
-) -> "Backend":
-    """Return what :func:`check` runs; raise InvalidCase if more than one thing is given."""
-    check_library_flags(
-        kernel,
-        source=source,
-        library=library,
-        installed=installed,
-        csrc=csrc,
-        release=release,
-        device=device,
-    )
-    from attnlab.kernels import find_backend
-    from attnlab.kernels.model import ModelBackend
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What :func:`check` checks: its arguments of these names."""
 
-    if csrc:
-        return find_backend("cuda", source)
-    if kernel is not None:
-        return find_backend(kernel, source)
-    if library != "vllm":
-        return find_backend(f"library:{library}", source)
-    if source is not None or installed:
-        return find_backend("vllm", source, device)
-    return ModelBackend(rules=release)
+    kernel: str | None = None
+    source: Path | str | None = None
+    library: str = "vllm"
+    installed: bool = False
+    csrc: bool = False
+    release: str = RELEASES[-1]
+    device: str = "cpu"
+
+    def check(self, *, coverage: bool = False) -> None:
+        """Raise InvalidCase for what selects no library, without importing torch.
+
+        Coverage needs Triton kernels under the interpreter: the models are none, and natively no Python line
+        of a kernel runs.
+        """
+        kernel = self.kernel
+        package = None if kernel is None else package_of_backend(kernel)
+        has_kernel = kernel is not None and package is None
+        if sum((has_kernel, self.source is not None, self.installed)) > 1:
+            text = "kernel, source and installed must not be given together"
+            raise InvalidCase(text, field="kernel")
+        _check_library(self.library, kernel is not None or self.csrc or self.device != "cpu")
+        is_source = self.source is not None or self.installed or self.library != "vllm"
+        is_model = self.csrc or (kernel is None and not is_source)
+        if self.csrc and self.source is None:
+            text = "csrc must be given with source: an sdist or a checkout"
+            raise InvalidCase(text, field="csrc")
+        if self.device != "cpu" and is_model:
+            refuse("device", f"cpu {'with csrc' if self.csrc else 'without a vLLM'}", self.device)
+        if kernel is not None:
+            if not is_plugin(kernel):
+                refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
+            if names_file(kernel):
+                check_plugin_file(kernel)
+        if self.source is not None:
+            from attnlab.kernels.vllm.source import find_source
+
+            find_source(self.source, package or package_of(self.library))
+        field_type("release").check("release", self.release)
+        if coverage and is_model:
+            text = "given with Triton kernels: --source PATH, --installed or your own"
+            raise InvalidCase(f"coverage must be {text}", field="coverage")
+        if coverage and self.device != "cpu":
+            text = "measured on device cpu, under Triton's interpreter"
+            raise InvalidCase(f"coverage must be {text}", field="coverage")
+
+    def backend(self) -> "Backend":
+        """Return what is checked. Raises InvalidCase if more than one thing is given."""
+        self.check()
+        from attnlab.kernels import find_backend
+        from attnlab.kernels.model import ModelBackend
+
+        if self.csrc:
+            return find_backend("cuda", self.source)
+        if self.kernel is not None:
+            return find_backend(self.kernel, self.source)
+        if self.library != "vllm":
+            return find_backend(f"library:{self.library}", self.source)
+        if self.source is not None or self.installed:
+            return find_backend("vllm", self.source, self.device)
+        return ModelBackend(rules=self.release)
 
 
-def check_library_flags(
-    kernel: str | None = None,
-    *,
-    source: Path | str | None = None,
-    library: str = "vllm",
-    installed: bool = False,
-    csrc: bool = False,
-    release: str = RELEASES[-1],
-    device: str = "cpu",
-    coverage: bool = False,
-) -> None:
-    """Raise InvalidCase for arguments of :func:`check` that select no library, without importing torch.
-
-    Coverage needs Triton kernels under the interpreter: the models are none, and natively no Python line of a
-    kernel runs.
-    """
-    package = None if kernel is None else package_of_backend(kernel)
-    has_kernel = kernel is not None and package is None
-    if sum((has_kernel, source is not None, installed)) > 1:
-        raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
-    _check_library(library, kernel is not None or csrc or device != "cpu")
-    is_source = source is not None or installed or library != "vllm"
-    if csrc and source is None:
-        raise InvalidCase("csrc must be given with source: an sdist or a checkout", field="csrc")
-    if device != "cpu" and (csrc or (kernel is None and not is_source)):
-        refuse("device", "cpu with csrc" if csrc else "cpu without a vLLM", device)
-    if kernel is not None:
-        if not is_plugin(kernel):
-            refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
-        if names_file(kernel):
-            check_plugin_file(kernel)
-    if source is not None:
-        from attnlab.kernels.vllm.source import find_source
-
-        find_source(source, package or package_of(library))
-    field_type("release").check("release", release)
-    if coverage and (csrc or (kernel is None and not is_source)):
-        raise InvalidCase(
-            "coverage must be given with Triton kernels: --source PATH, --installed or your own",
-            field="coverage",
-        )
-    if coverage and device != "cpu":
-        raise InvalidCase(
-            "coverage must be measured on device cpu, under Triton's interpreter", field="coverage"
-        )
+def backend_of(kernel: str | None = None, **given: Any) -> "Backend":
+    """Return what :func:`check` runs; ``given``: fields of :class:`Chosen`. Raises InvalidCase if more than
+    one thing is given."""
+    return Chosen(kernel=kernel, **given).backend()
 
 
 def _check_library(library: str, is_vllm: bool) -> None:

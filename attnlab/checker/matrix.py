@@ -14,8 +14,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.shown import Shown, json_number, json_value
 from attnlab.checker.case_run import versions
-from attnlab.kernels.vllm.backend import VllmBackend
-from attnlab.kernels.vllm.precompile import precompile
+from attnlab.kernels.vllm.backend import VllmBackend, precompile
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.lab import Lab, drawing_ahead
 from attnlab.lab.products import batch_key, cache_key, needed_bytes

@@ -13,11 +13,10 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
-from attnlab.checker.case_check import MAX_TRIES, CheckJob
+from attnlab.checker.case_check import COST_S, MAX_TRIES, CheckJob, has_horizons, ops_with_files
 from attnlab.checker.case_run import source_digest, versions, weights_of
 from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import UNNAMED, Finding, op_locations
-from attnlab.checker.horizons import COST_S, has_horizons, ops_with_files
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.kernels.backend import Backend
 from attnlab.lab.products import needed_bytes
@@ -275,6 +274,22 @@ class Plan:
             for op in (self.ops if self.coverage else ())
             if self.backend.has_op(op)
         }
+
+
+def has_run(outcome: Outcome | None) -> bool:
+    """Answer whether a case ran: it has a verdict, or it ended its process."""
+    if outcome is None:
+        return False
+    return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
+
+
+def why_not_run(outcome: Outcome | None, stopped: str) -> str:
+    """Return why a case did not run although the kernel may support it, or ""; ``stopped``: without one."""
+    if outcome is None:
+        return stopped
+    if outcome.verdict is not None:
+        return str(outcome.verdict["not_run"])
+    return "" if outcome.status in (DONE, *FAULTS) else outcome.text
 
 
 def is_case(task: Task) -> bool:

@@ -11,35 +11,42 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.ops import OPS
 from attnlab.case.shown import Shown, json_fields
 from attnlab.checker.case_check import CheckJob
 from attnlab.checker.case_run import versions, with_imports
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.library import OnProgress, ignore_progress, name_outputs, watching
 from attnlab.checker.plan import (
-    FAULTS,
     Costs,
     Group,
     Outcomes,
     Plan,
     findings_of,
     groups,
+    has_run,
     is_case,
     packaged_costs,
     shrink_key,
     shrink_task,
+    why_not_run,
 )
-from attnlab.checker.report import NotRun
+from attnlab.checker.report import (
+    NotRun,
+    OnProgress,
+    counted,
+    ignore_progress,
+    name_outputs,
+    op_of,
+    watching,
+)
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import Source
 from attnlab.library.op import package_of
 from attnlab.tasks.run import TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
-from attnlab.tasks.task import DONE, Engine, Outcome, Stop, Task, never
+from attnlab.tasks.task import Engine, Outcome, Stop, Task, never
 
 # The plan of a check of many releases: what runs, and which releases share a result.
 #
@@ -345,8 +352,7 @@ def shows(task: Task, outcome: Outcome | None, is_fault: Callable[[Finding], boo
         return None
     if any(is_fault(one) for one in findings_of(task, outcome)):
         return True
-    ran = outcome.status in FAULTS or (outcome.verdict is not None and outcome.verdict["ran"])
-    return False if ran else None
+    return False if has_run(outcome) else None
 
 
 def why_no_verdict(outcome: Outcome) -> str:
@@ -716,20 +722,11 @@ class _Results:
         return found
 
     def ran(self, task: Task) -> bool:
-        """Answer whether a case ran: it has a verdict, or it ended its process."""
-        outcome = self.outcomes.get(task.key)
-        if outcome is None:
-            return False
-        return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
+        """Answer whether a case ran."""
+        return has_run(self.outcomes.get(task.key))
 
     def _reason(self, task: Task) -> str:
-        """Return why a case did not run although the kernel may support it, or ""."""
-        outcome = self.outcomes.get(task.key)
-        if outcome is None:
-            return self.stopped
-        if outcome.verdict is not None:
-            return str(outcome.verdict["not_run"])
-        return "" if outcome.status in (DONE, *FAULTS) else outcome.text
+        return why_not_run(self.outcomes.get(task.key), self.stopped)
 
     def not_run(self) -> list[NotRun]:
         """Return the cases that did not run, one entry for each release, op and reason."""
@@ -740,7 +737,7 @@ class _Results:
             if task is not None and version != row.first
         ]
         reasons = [(task, self._reason(task)) for task in (*self.tasks, *confirming)]
-        found = _counted((task, reason) for task, reason in reasons if reason)
+        found = counted((_name(task), reason, task) for task, reason in reasons if reason)
         for of in self.waiting.values():
             for version, finding in list(of.items())[1:]:
                 name, run = f"{version} {finding.op}", finding.case.to_cli()
@@ -749,31 +746,16 @@ class _Results:
 
     def left_out(self) -> list[NotRun]:
         """Return the cases that an op does not support, by its own error, or that violate its contract."""
-        return _counted(
-            (task, str(self.outcomes[task.key].verdict["unsupported"]) or VIOLATES)  # type: ignore[index]
+        return counted(
+            (_name(task), str(self.outcomes[task.key].verdict["unsupported"]) or VIOLATES, task)  # type: ignore[index]
             for task in self.tasks
             if not self.ran(task) and not self._reason(task)
         )
 
 
-def _counted(tasks: Any) -> list[NotRun]:
-    """Return an entry for each release, op and reason of some (task, reason)."""
-    found: dict[tuple[str, str], list[Task]] = {}
-    for task, reason in tasks:
-        name = f"{task.payload['library']} {_op(task)}"
-        found.setdefault((name, reason), []).append(task)
-    return [
-        NotRun(op=name, reason=reason, cases=len(of), run=_command(of[0].payload))
-        for (name, reason), of in found.items()
-    ]
-
-
-def _command(payload: Mapping[str, Any]) -> str:
-    return Case.from_dict(payload["case"]).to_cli()
-
-
-def _op(task: Task) -> str:
-    return str(task.payload["case"].get("op") or Case().op)
+def _name(task: Task) -> str:
+    """Return the release and the op of a case."""
+    return f"{task.payload['library']} {op_of(task)}"
 
 
 def check_releases(
@@ -790,7 +772,7 @@ def check_releases(
     """Run the cases of a plan, or a shard of them, and return the table.
 
     ``native``: an engine of a GPU, which then runs the smallest Case of each fault, too. The other arguments
-    are those of :func:`attnlab.checker.library.check_library`.
+    are those of :func:`attnlab.checker.report.check_library`.
     """
     began = time.perf_counter()
     all_tasks = plan.tasks()

@@ -1,15 +1,22 @@
 """Report: the findings of a library, built from the outcomes of the tasks of a check."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.op_arguments import NONE
 from attnlab.case.shown import Document, Shown
-from attnlab.checker.case_run import forms_of
+from attnlab.checker.case_run import forms_of, lab_of
 from attnlab.checker.coverage import OpCoverage, op_coverage
 from attnlab.checker.finding import (
+    KINDS,
     Finding,
     KnownFinding,
     Location,
@@ -17,9 +24,29 @@ from attnlab.checker.finding import (
     merged_findings,
     split_known,
 )
-from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, is_case, shrink_key
-from attnlab.tasks.store import Header
-from attnlab.tasks.task import DONE, Task
+from attnlab.checker.plan import (
+    FAULTS,
+    Group,
+    Outcomes,
+    Plan,
+    groups,
+    has_run,
+    is_case,
+    named_outcomes,
+    naming_tasks,
+    shrink_key,
+    why_not_run,
+)
+from attnlab.diagnosis.claims import KernelLine
+from attnlab.diagnosis.lines import locate_lines
+from attnlab.diagnosis.repair_check import with_confirmation
+from attnlab.diagnosis.trials import Limit
+from attnlab.kernels.backend import Backend, OnStep, ignore_step
+from attnlab.kernels.plugin import NO_INTERPRETER
+from attnlab.lab.lab import Lab
+from attnlab.tasks.run import Remaining, TaskRun, deadline
+from attnlab.tasks.store import ALL, Header, Shard, Store
+from attnlab.tasks.task import Engine, InProcess, Outcome, Stop, Task, never
 
 # What no case of a check has, by the field that is the usual one in all of them.
 NOT_COVERED = {
@@ -145,13 +172,13 @@ def build_report(
     not_run = _not_run(tasks, outcomes, stopped)
     reads = _reads(tasks, outcomes)
     incomplete = {entry.op for entry in not_run}
-    complete = {_op(task) for task in tasks} - incomplete if header["shard"] == "1/1" else set()
+    complete = {op_of(task) for task in tasks} - incomplete if header["shard"] == "1/1" else set()
     expected, missing = split_known(known, faults, complete)
     return Report(
         source=library["source"],
         version=library["version"],
         cases=sum(map(is_case, tasks)),
-        cases_run=sum(is_case(task) and _ran(outcomes, task) for task in tasks),
+        cases_run=sum(is_case(task) and has_run(outcomes.get(task.key)) for task in tasks),
         ops={op: _ran_of(tasks, outcomes, op) for op in header["options"]["ops"]},
         locations={op: Location(**place) for op, place in library["locations"].items()},
         seconds=seconds,
@@ -173,26 +200,21 @@ def build_report(
     )
 
 
-def _op(task: Task) -> str:
+def op_of(task: Task) -> str:
+    """Return the op of a case."""
     return str(task.payload["case"].get("op") or Case().op)
-
-
-def _ran(outcomes: Outcomes, task: Task) -> bool:
-    """Answer whether a case ran: it has a verdict, or it ended its process."""
-    outcome = outcomes.get(task.key)
-    if outcome is None:
-        return False
-    return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
 
 
 def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
     """Return the number of cases of an op that ran."""
-    return sum(is_case(task) and _ran(outcomes, task) for task in tasks if _op(task) == op)
+    return sum(
+        is_case(task) and has_run(outcomes.get(task.key)) for task in tasks if op_of(task) == op
+    )
 
 
 def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Finding]:
     """Return one finding for each group of an op, at its smallest Case."""
-    of_op = [task for task in tasks if _op(task) == op]
+    of_op = [task for task in tasks if op_of(task) == op]
     return merged_findings(
         [_smallest(group, outcomes) for group in groups(of_op, outcomes).values()]
     )
@@ -250,7 +272,7 @@ def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mappi
     for task in tasks:
         outcome = outcomes.get(task.key)
         if outcome is not None and outcome.verdict is not None:
-            yield outcome.verdict, _op(task)
+            yield outcome.verdict, op_of(task)
 
 
 def _limits(
@@ -261,24 +283,263 @@ def _limits(
     for op in ops:
         texts = [v["unsupported"] for v, of in _verdicts(tasks, outcomes) if of == op]
         found += [f"{op}: {text}" for text in dict.fromkeys(texts) if text]
-        has_tasks = any(_op(task) == op for task in tasks)
+        has_tasks = any(op_of(task) == op for task in tasks)
         found += [f"{op}: {_READS}"] if has_tasks and op not in reads else []
     return found
 
 
 def _not_run(tasks: Sequence[Task], outcomes: Outcomes, stopped: str) -> list[NotRun]:
     """Return the cases that did not run, one entry for each op and reason."""
-    found: dict[tuple[str, str], NotRun] = {}
+    reasons = ((task, why_not_run(outcomes.get(task.key), stopped)) for task in tasks)
+    return counted((op_of(task), reason, task) for task, reason in reasons if reason)
+
+
+def counted(entries: Iterable[tuple[str, str, Task]]) -> list[NotRun]:
+    """Return one entry for each name and reason of some (name, reason, task)."""
+    found: dict[tuple[str, str], list[Task]] = {}
+    for name, reason, task in entries:
+        found.setdefault((name, reason), []).append(task)
+    return [
+        NotRun(
+            op=name,
+            reason=reason,
+            cases=len(of),
+            run=Case.from_dict(of[0].payload["case"]).to_cli(),
+        )
+        for (name, reason), of in found.items()
+    ]
+
+
+# Check a kernel library: run the tasks of a plan on an engine, shrink the findings, and report.
+
+__all__ = ["NotRun", "Progress", "Report", "check_library"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a check has come.
+
+    - ``step``: "cases", "naming" or "shrinking"; ``done``, ``total``: its tasks.
+    - ``ops_done``, ``ops``: ops all of whose cases have a verdict, and all ops.
+    - ``findings``: cases with a fault so far; ``remaining_s``: estimate for this step, None at first.
+    """
+
+    step: str
+    done: int
+    total: int
+    ops_done: int
+    ops: int
+    findings: int
+    remaining_s: float | None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """Do nothing: the ``on_progress`` of a check that reports no progress."""
+
+
+def check_library(
+    plan: Plan,
+    engine: Engine | None = None,
+    *,
+    seconds: float | None = None,
+    shard: Shard = ALL,
+    out: Path | None = None,
+    known: Sequence[KnownFinding] = (),
+    on_progress: OnProgress = ignore_progress,
+    stop: Stop = never,
+) -> Report:
+    """Run the cases of a plan, or a shard of them, and return the report.
+
+    - ``engine``: default this process; it is not closed here.
+    - ``seconds``: start no further case after this time; default: run all cases.
+    - ``out``: folder of a store. Cases with an outcome there do not run again.
+    - ``known``: expected findings. ``stop``: return True to end early; the report has what ran.
+
+    Raises what the backend raises if it cannot run at all, and InvalidCase or Unavailable for ``out``.
+    A user's kernel that no process can launch raises Unavailable: the environment must change.
+    """
+    began = time.perf_counter()
+    all_tasks = plan.tasks()
+    header, tasks = plan.header(all_tasks, shard), shard.of(all_tasks)
+    is_late = deadline(seconds)
+    with contextlib.ExitStack() as stack:
+        store = None if out is None else stack.enter_context(Store(out, header))
+        engine = engine or stack.enter_context(InProcess())
+        run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
+        run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
+        name_outputs(run, tasks, on_progress)
+        shrinking = scheduled(plan.shrink_tasks(tasks, run.outcomes, shard), is_limited=False)
+        run.run(shrinking, watching("shrinking", shrinking, on_progress))
+    report = build_report(
+        header,
+        tasks,
+        run.outcomes,
+        seconds=time.perf_counter() - began,
+        stopped="the check was interrupted" if stop() else "the time was up",
+        known=known,
+    )
+    reasons = [entry.reason for entry in report.not_run if NO_INTERPRETER in entry.reason]
+    if reasons and not report.cases_run:
+        raise Unavailable(reasons[0])
+    return report
+
+
+def name_outputs(run: TaskRun, tasks: Sequence[Task], on_progress: OnProgress) -> None:
+    """Look for what explains the wrong outputs of cases that ran, also when the time for cases is up."""
+    naming = scheduled(naming_tasks(tasks, run.outcomes), is_limited=False)
+    of_key, note = {task.key: task for task in naming}, watching("naming", naming, on_progress)
+
+    def keep(outcome: Outcome) -> None:
+        for one in named_outcomes(of_key[outcome.key], outcome, run.outcomes):
+            run.keep(one)
+        note(outcome)
+
+    if naming:
+        run.engine.run(run.job, naming, keep, run.stop)
+
+
+def scheduled(tasks: Sequence[Task], is_limited: bool) -> list[Task]:
+    """Return the tasks in the order in which they shall start.
+
+    The longest first, so that the workers end together. With a time limit, the most informative first, of
+    all ops in turn.
+    """
+    if not is_limited:
+        return sorted(tasks, key=lambda task: -task.cost_s)
+    counts: dict[str, int] = {}
+    rank = {}
     for task in tasks:
-        outcome = outcomes.get(task.key)
-        reason = stopped
-        if outcome is not None:
-            is_fault = outcome.status in FAULTS
-            reason = outcome.text if outcome.status != DONE and not is_fault else ""
-            reason = outcome.verdict["not_run"] if outcome.verdict is not None else reason
-        if reason:
-            run = Case.from_dict(task.payload["case"]).to_cli()
-            key = (_op(task), reason)
-            entry = found.get(key, NotRun(op=key[0], reason=reason, cases=0, run=run))
-            found[key] = dataclasses.replace(entry, cases=entry.cases + 1)
-    return [*found.values()]
+        op = task.payload["case"].get("op", "")
+        rank[task.key] = counts[op] = counts.get(op, 0) + 1
+    return sorted(tasks, key=lambda task: rank[task.key])
+
+
+def watching(
+    step: str, tasks: Sequence[Task], on_progress: OnProgress
+) -> Callable[[Outcome], None]:
+    """Return a function of an outcome that reports the progress of a step."""
+    remaining, findings, done = Remaining(tasks), 0, 0
+    op_of = {task.key: _op(task) for task in tasks}
+    left = {op: [*op_of.values()].count(op) for op in op_of.values()}
+
+    def note(outcome: Outcome) -> None:
+        nonlocal findings, done
+        done += 1
+        findings += is_fault(outcome)
+        left[op_of[outcome.key]] -= 1
+        on_progress(
+            Progress(
+                step=step,
+                done=done,
+                total=len(tasks),
+                ops_done=sum(not count for count in left.values()),
+                ops=len(left),
+                findings=findings,
+                remaining_s=remaining.seconds(outcome),
+            )
+        )
+
+    return note
+
+
+def _op(task: Task) -> str:
+    if "case" in task.payload:
+        return str(task.payload["case"].get("op", ""))
+    return str((task.payload.get("finding") or task.payload["findings"][0])["op"])
+
+
+def is_fault(outcome: Outcome) -> bool:
+    """Answer whether a case showed a fault."""
+    if outcome.verdict is None:
+        return outcome.status in FAULTS
+    return any(found["kind"] in KINDS for found in outcome.verdict.get("findings", ()))
+
+
+# Merge the stores of the shards of a check into one report.
+
+
+def merged_check(
+    header: Header, outcomes: Mapping[str, Outcome], known: Sequence[KnownFinding] = ()
+) -> Report:
+    """Return the report of a check from what :func:`attnlab.tasks.store.merged_stores` returns.
+
+    It equals that of a check in one piece, except that ``seconds`` is the sum of the cases' times, and that
+    each shard has named the wrong outputs of its own cases.
+    """
+    limit_s = header["options"]["case_seconds"]
+    return build_report(
+        header,
+        [Task(**fields, limit_s=limit_s) for fields in header["cases"]],
+        outcomes,
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        stopped="its shard was stopped before",
+        known=known,
+    )
+
+
+# The source lines of findings: where in a kernel the fault of a finding may be.
+
+LIMIT = Limit(edits=600, seconds=30.0)  # of one finding
+_KINDS = (
+    "wrong_output",
+    "rows_not_written",
+    "reads_unwritten_slots",
+    "reads_freed_blocks",
+)  # faults that show in the output
+
+
+def with_source_lines(report: Report, backend: Backend, on_step: OnStep = ignore_step) -> Report:
+    """Return the report with the source lines of its faults; the Cases run again.
+
+    Files are relative to the root of the source, as in :class:`attnlab.checker.finding.Location`.
+    """
+    lab, found = lab_of(backend, "cpu"), []
+    for i, finding in enumerate(report.findings):
+        on_step("locating the faults", i, len(report.findings))
+        found.append(_located(lab, backend, finding))
+    return dataclasses.replace(report, findings=merged_by_line(found))
+
+
+def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings; of those that one edit of the same lines repairs, only the first.
+
+    One fault may have different names in different cases, but it has one place.
+    """
+    merged: dict[object, Finding] = {}
+    for i, finding in enumerate(findings):
+        places = tuple((one.file, one.line) for one in finding.lines if one.evidence == "edit")
+        key = (finding.op, finding.kind, places) if places else i
+        if (first := merged.get(key)) is not None:
+            finding = dataclasses.replace(first, seen=first.seen + finding.seen)
+        merged[key] = finding
+    return list(merged.values())
+
+
+def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    if finding.horizon:
+        return finding
+    if finding.case.op_argument != NONE:
+        return dataclasses.replace(finding, no_lines="an op argument is passed")
+    if finding.kind not in _KINDS or finding.case.spec.writes_cache:
+        return dataclasses.replace(
+            finding, no_lines="the fault does not show in an output of attention"
+        )
+    case = finding.case.replace(backend=backend.name)
+    try:
+        place = with_confirmation(lab, case, locate_lines(lab, case, None, LIMIT))
+    except AttnLabError as error:
+        return dataclasses.replace(finding, no_lines=str(error))
+    lines = tuple(_relative(line, backend) for line in place.confirmed_lines)
+    why = "" if lines else place.why_none or "further cases confirm no trial edit"
+    return dataclasses.replace(finding, lines=lines, no_lines=why)
+
+
+def _relative(line: KernelLine, backend: Backend) -> KernelLine:
+    """Return a line with its file relative to the root of a source, or to the current folder."""
+    path, source = Path(line.file), backend.op_source
+    if source is not None and path.is_relative_to(source.root):
+        return dataclasses.replace(line, file=path.relative_to(source.root).as_posix())
+    return dataclasses.replace(line, file=Path(os.path.relpath(path)).as_posix())

@@ -10,171 +10,23 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase, Unsupported
 from attnlab.case.fields import refuse
-from attnlab.case.flags import flag
-from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
-from attnlab.cli.command import Command, notice, notice_rules, progress
+from attnlab.cli.command import COMMANDS, notice, notice_rules, progress, runs
 from attnlab.cli.sharded import (
-    CHECK_CODES,
-    add_ci_files,
-    add_known,
-    add_scaling,
     check_ci_files,
     print_report,
     write_ci_files,
 )
 from attnlab.library.op import ops_of, package_of, state_ops_of
-from attnlab.tasks.interrupts import Interrupt, interruptible
+from attnlab.tasks.run import Interrupt, interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.library import Progress, Report
+    from attnlab.checker.report import Progress, Report
     from attnlab.kernels.backend import Backend
 
-_DOCUMENT = """\
---json prints one object:
-  source, version, cases, cases_run, seconds
-  ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
-  findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, names, run, first,
-    lines, no_lines, description}; names: all defects that explain the output; description: their texts, or
-    the rules that reproduce it
-  with --locate, lines of a finding are {file, line, source, score, evidence, reason}
-  known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
-    although all cases of their op ran
-  not_run: list of {op, reason, cases, run}
-  reads: {op: {slot state: number of slots read}}, for the ops whose reads were traced
-  reads_allowed: {op: [slot state]}, which reads the contracts allow
-  forms: {op: {kernels: number of cases that launched them}}, joined by " + " (Triton's interpreter)
-  reports: the files of --report
-  coverage: with --coverage, {op: {lines, branches: {total, reached, excused, percent,
-    percent_of_reachable}, missing, excused, outdated: lists of {file, line, function, what, text, reason},
-    parameters: list of {name, values, dtypes, strides, no_strides, far, not_far, gaps, reasons},
-    combinations: {knobs: {knob: [value]}, pairs, triples: {total, covered, missing},
-    refused: {combination: reason}}}}
-  left_out: limits that kernels state, what the ops of this release have no argument for ("not applicable"),
-    and what no check covers
-  pictures: the page of --pictures"""
 
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    command.add_share_flags(parser)
-    library = parser.add_argument_group("what to check (default: the models of --release)")
-    library.add_argument(
-        "kernel",
-        nargs="?",
-        metavar="FILE.py:FUNCTION",
-        help="your own kernel, or plugin:NAME of an installed one: a function that takes a KernelCall and "
-        "writes call.output; its attribute op names the op that it implements",
-    )
-    flag(
-        library,
-        "--source PATH",
-        "a vLLM or another --library: a wheel, an sdist, a checkout, or a version that was fetched",
-    )
-    flag(library, "--installed", "the vLLM that is installed")
-    command.add_library(
-        library, "the library that --source is, or that is installed (default: %(default)s)"
-    )
-    flag(
-        library,
-        "--csrc",
-        "with --source: check its CUDA cache write, csrc/cache_kernels.cu, on the emulated device",
-    )
-    flag(
-        library,
-        "--release VERSION",
-        "the release of the lab's models (default: %(default)s)",
-        default=RELEASES[-1],
-    )
-    flag(
-        library,
-        "--op OP",
-        "check this op; repeatable (default: all); of --source also PACKAGE.MODULE:FUNCTION, an op that no "
-        "record knows, whose arguments are bound by their names",
-        action="append",
-    )
-    command.add_map_flag(library, op="op", backend="kernel")
-    add_conditions(parser.add_argument_group("how to check it"))
-    add_scaling(parser.add_argument_group("where to run it"))
-    _add_files(parser.add_argument_group("files to write"))
-
-
-def add_conditions(group: Any) -> None:
-    """Add the flags that say how ops are checked."""
-    flag(
-        group,
-        "--device",
-        "where the kernels of a vLLM run: cpu is Triton's interpreter, which traces every access; "
-        "cuda is native (default: %(default)s)",
-        choices=("cpu", "cuda"),
-        default="cpu",
-    )
-    flag(
-        group,
-        "--platform PLATFORM",
-        "the platform that is modelled (default: sm_90; for an op that does not run there, its first one)",
-    )
-    flag(
-        group,
-        "--cases N",
-        "cases for each op, the most informative first (default: all, so that every pair of values "
-        "occurs)",
-        type=int,
-    )
-    flag(
-        group,
-        "--seconds SECONDS",
-        "start no further case after this time (default: run all cases)",
-        type=float,
-    )
-    flag(
-        group,
-        "--case-seconds SECONDS",
-        "stop a case that takes more processor time, and report that it does not end (default: 60; on a "
-        "GPU 180 s in all, because kernels are compiled)",
-        type=float,
-    )
-    flag(group, "--seed N", "seed of the data (default: %(default)s)", type=int, default=0)
-    flag(
-        group,
-        "--no-horizon",
-        "do not ask at which sizes int32 addresses of the Triton kernels of a vLLM wrap",
-    )
-
-
-def _add_files(group: Any) -> None:
-    add_known(group)
-    add_ci_files(group)
-    flag(
-        group,
-        "--locate",
-        "look for the source lines of each fault of an interpreted Triton kernel; up to half a minute "
-        "each",
-    )
-    flag(
-        group,
-        "--pictures FOLDER",
-        "a picture of the error of each finding, and a page with all of them",
-    )
-    flag(
-        group,
-        "--coverage",
-        "list the lines and branches of the Triton kernels, and of the functions that launch them, that "
-        "no case reached (device cpu)",
-    )
-    flag(
-        group,
-        "--coverage-html FOLDER",
-        "as --coverage, and the annotated source of each op as a page in this folder",
-    )
-    flag(
-        group,
-        "--report FOLDER",
-        "for each finding of a library, the text of an issue and a script that reproduces it without "
-        "attnlab",
-    )
-
-
+@runs("check")
 def _run(args: argparse.Namespace) -> int:
     if state_ops_of(args.library):
         return _check_states(args)
@@ -203,7 +55,7 @@ def _check_states(args: argparse.Namespace) -> int:
         "note",
     )
     parser = argparse.ArgumentParser()
-    _add_flags(parser)
+    COMMANDS["check"].add_flags(parser)
     for name, value in vars(args).items():
         is_given = name in vars(parser.parse_args([])) and value != parser.get_default(name)
         if name not in allowed and is_given:
@@ -250,7 +102,7 @@ def check_run_flags(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
-    from attnlab.checker.check import check_library_flags
+    from attnlab.checker.check import Chosen
     from attnlab.checker.finding import read_known
     from attnlab.kernels.vllm.source import source_path
 
@@ -263,7 +115,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             refuse("op", f"one of {', '.join(names)}", op)
     if args.source is not None and args.kernel is None and not args.installed:
         args.source = source_path(str(args.source), package_of(args.library))
-    check_library_flags(**_library(args), coverage=_is_measured(args))
+    Chosen(**_library(args)).check(coverage=_is_measured(args))
     check_run_flags(args)
     has_library = args.kernel is None and (args.source or args.installed)
     if args.report is not None and (args.csrc or not has_library):
@@ -337,7 +189,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
 
         write_coverage(report, args.coverage_html, shlex.join(["attnlab", *sys.argv[1:]]))
     if args.locate and not stop():
-        from attnlab.checker.library import with_source_lines
+        from attnlab.checker.report import with_source_lines
 
         with progress("locating the faults") as on_step:
             report = with_source_lines(report, backend, on_step)
@@ -406,19 +258,3 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
         return write_pictures(
             report, backend_of(**_library(args)), args.pictures, shlex.join(words)
         )
-
-
-COMMAND = Command(
-    name="check",
-    purpose="Run a library of kernels, or your own kernel, over hostile cases and report its faults.",
-    arguments="[FILE.py:FUNCTION]",
-    examples=(
-        "attnlab check mine.py:my_kernel",
-        "attnlab check --source vllm-0.33.0.whl --op unified_attention",
-        "attnlab check --source vllm-0.33.0.whl --shard 1/3 --out shard-1",
-    ),
-    exit_codes=CHECK_CODES,
-    add_flags=_add_flags,
-    run=_run,
-    notes=_DOCUMENT,
-)

@@ -1,18 +1,21 @@
 """Command: the name, the help and the function of one command."""
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
     check_plugin_file,
@@ -23,7 +26,7 @@ from attnlab.case.fields import (
     refuse,
     split_mapping,
 )
-from attnlab.case.flags import add_case_flags, add_source_flag, case_of, flag
+from attnlab.case.flags import add_case_flags, add_field_flags, case_of, flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
@@ -37,21 +40,10 @@ if TYPE_CHECKING:
     from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
+TABLE = tomllib.loads(
+    (files(__package__) / "commands.toml").read_text(encoding="utf-8")
+)  # of the command line
 BAD_INPUT = "2 bad input"
-# The flags that --help shows, the most used first, if a command has more than MOST_FLAGS.
-USED_FLAGS = (
-    *(
-        "--call",
-        "--kernel",
-        "--source",
-        "--backend",
-        "--op",
-        "--test-id",
-        "--query-lens",
-        "--ctx-lens",
-    ),
-    *("--html", "--num-heads", "--platform", "--stage", "--device", "--seconds", "--head-size"),
-)
 MOST_FLAGS = 10
 _MOST_NOTES = 6  # lines; --help-all shows longer ones, such as what --json prints
 
@@ -122,7 +114,7 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=False,
         )
-        used = ("--json", *self.used, *USED_FLAGS)
+        used = ("--json", *self.used, *TABLE["used"])
         parser.add_argument(
             "-h", "--help", action=_Help, used=used, help="show the flags that people use"
         )
@@ -134,6 +126,65 @@ class Command:
         )
         self.add_flags(parser)
         parser.set_defaults(command=self.run)
+
+
+COMMANDS: dict[str, Command] = {}  # in the order in which their functions are defined
+Run = Callable[[argparse.Namespace], int]
+
+
+def runs(
+    name: str, fields: "Mapping[str, dataclasses.Field[Any]]" = FIELDS
+) -> Callable[[Run], Run]:
+    """Let a function run the command that commands.toml describes; ``fields``: those of "@fields" there."""
+    table = {**TABLE[name]}
+    groups = table.pop("flags", {})
+    codes = table.pop("exit_codes").format(**TABLE["codes"])
+
+    def register(run: Run) -> Run:
+        COMMANDS[name] = Command(
+            name=name,
+            run=run,
+            exit_codes=codes,
+            add_flags=lambda parser: _add_groups(parser, groups, fields),
+            **table,
+        )
+        return run
+
+    return register
+
+
+def _add_groups(
+    parser: argparse.ArgumentParser,
+    groups: Mapping[str, Mapping[str, Any]],
+    fields: Mapping[str, "dataclasses.Field[Any]"],
+) -> None:
+    """Add the flags of a command, group by group."""
+    for title, entries in groups.items():
+        if title == "@case":
+            add_case_flags(parser)
+        elif title == "@fields":
+            add_field_flags(parser, fields)
+        elif title == "@one_of":
+            _add_entries(parser.add_mutually_exclusive_group(), entries)
+        else:
+            is_group = title and not title.startswith("@")
+            _add_entries(parser.add_argument_group(title) if is_group else parser, entries)
+
+
+def _add_entries(group: Any, entries: Mapping[str, Any], text: str = "") -> None:
+    """Add the flags of a table to a group; ``text`` stands for "{}" in their help."""
+    for spec, given in entries.items():
+        name = spec.removeprefix("@")
+        if name in TABLE["shared"] and name != spec:
+            _add_entries(group, TABLE["shared"][name], given)
+        elif name == "library":
+            flag(group, "--library", given, choices=libraries(), default="vllm")
+        elif name != spec:
+            adders: dict[str, Callable[..., None]] = {"kernel": _add_kernel, "map": _add_map}
+            adders[name](group, **given)
+        else:
+            options = {"help": given} if isinstance(given, str) else {**given}
+            flag(group, spec, options.pop("help").replace("{}", text), **options)
 
 
 # What commands print: a document or a sheet on standard output, everything else on standard error.
@@ -195,7 +246,9 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
     """Show the current step, and the time since it began, on standard error if that is a terminal.
 
     Yields a function of (step, done, total); with ``done`` and ``total`` there is a bar, and the time left.
+    Lines of ``step`` before its last stand above it until others take their place.
     """
+    from rich.console import RenderableType
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -205,6 +258,15 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Steps(Progress):
+        above = ""
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            if self.above:
+                yield Text(self.above)
+            yield from super().get_renderables()
 
     columns = (
         SpinnerColumn(),
@@ -215,9 +277,7 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         TimeRemainingColumn(compact=True),
     )
     console = errors()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Steps(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=None)
 
         def update(
@@ -225,29 +285,14 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         ) -> None:
             if total not in (None, bar.tasks[0].total):  # another count: the speed begins anew
                 bar.reset(task, total=total)
-            bar.update(task, description=step or text, completed=done)
+            *above, last = (step or text).split("\n")
+            bar.above = "\n".join(above)
+            bar.update(task, description=last, completed=done)
 
         yield update
 
 
 # What commands write to be sent: a page and a comment.
-
-
-def add_share_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --html and --markdown."""
-    group = parser.add_argument_group("to send")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-    group.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write a comment of at most 25 lines"
-    )
-    group.add_argument(
-        "--note",
-        action="append",
-        default=[],
-        metavar="NAME=TEXT",
-        help="a line of the page's summary: since, fix, owner or status; or a TOML file of them; repeatable; "
-        "notes stay if the page is written again",
-    )
 
 
 def check_share_flags(args: argparse.Namespace) -> None:
@@ -318,13 +363,6 @@ def _without_files(argv: Sequence[str]) -> str:
 # The Case, the source and the Lab that several commands take from their flags.
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a Case, and those of the source of its kernels."""
-    group: Any = parser.add_argument_group("the vLLM whose kernels run")
-    add_source_flag(group)
-    add_case_flags(parser)
-
-
 def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
     is_call = getattr(args, "call", None) is not None
@@ -369,7 +407,7 @@ class _KernelOrCall(argparse.Action):
         setattr(namespace, "call" if is_call else "kernel", Path(value) if is_call else value)
 
 
-def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = True) -> None:
+def _add_kernel(group: Any, *, has_call: bool = True, is_positional: bool = True) -> None:
     """Add --kernel, and the same without --kernel; ``has_call``: to a command that has --call, too."""
     of_call = (
         "; of a call also origin: the installed op that the call names, whose module is imported"
@@ -390,12 +428,7 @@ def add_kernel_flag(group: Any, *, has_call: bool = True, is_positional: bool = 
         )
 
 
-def add_library(group: Any, text: str = "the library (default: %(default)s)") -> None:
-    """Add --library."""
-    flag(group, "--library", text, choices=libraries(), default="vllm")
-
-
-def add_map_flag(
+def _add_map(
     group: Any,
     *,
     has_call: bool = False,

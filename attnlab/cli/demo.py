@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import make_output_folder, write_text
-from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.cli.replay import smallest_script
 
 if TYPE_CHECKING:
@@ -29,16 +29,6 @@ _CASE: dict[str, Any] = {
 }
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("attnlab-demo"),
-        metavar="FOLDER",
-        help="where the kernel, its call and the page are written (default: %(default)s)",
-    )
-
-
 def plant(folder: Path) -> tuple[Path, int]:
     """Write the faulty kernel into a folder; return its file and the number of the faulty line."""
     text = KERNEL.read_text(encoding="utf-8")
@@ -49,6 +39,7 @@ def plant(folder: Path) -> tuple[Path, int]:
     return path, text[: text.index(RIGHT)].count("\n") + 1
 
 
+@runs("demo")
 def _run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     make_output_folder(args.out, "out")
@@ -125,14 +116,3 @@ To save a call of your program: with attnlab.capture() as calls: ..."""
 def _say(args: argparse.Namespace, text: str) -> None:
     if not args.json:
         print(text, flush=True)
-
-
-COMMAND = Command(
-    name="demo",
-    purpose="Break a small paged-attention kernel, and find the fault, its line and its repair.",
-    examples=("attnlab demo",),
-    exit_codes="0 the planted line was found; 1 it was not",
-    add_flags=_add_flags,
-    run=_run,
-    notes="It needs torch and Triton, no GPU and no vLLM.",
-)

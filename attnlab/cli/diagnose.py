@@ -1,57 +1,30 @@
 """The command ``attnlab diagnose``."""
 
 import argparse
+import base64
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase, Unsupported
-from attnlab.case.output_file import check_input_path
+from attnlab.case.errors import InvalidCase, NotDeterministic, Unsupported
+from attnlab.case.fields import library_of
+from attnlab.case.ops import check_weighs_values
+from attnlab.case.output_file import check_input_path, check_output_file, write_bytes
 from attnlab.cli import command
-from attnlab.cli.command import Command, progress, put
+from attnlab.cli.command import print_json, progress, put, runs, show
 from attnlab.cli.replay import smallest_script, traced_call
 from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
+    from attnlab.diagnosis.claims import KernelLocation
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.kernels.backend import Backend
     from attnlab.reports.close_up import TracedRun
     from attnlab.tensors.call import KernelCall
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the output to diagnose (default: run the Case)")
-    group.add_argument(
-        "--call",
-        type=Path,
-        metavar="PATH",
-        help="a call with its output: a saved KernelCall, a folder of FlashInfer's log, files of SGLang's "
-        "dumper, or a dict of tensors (.pt, .npz, safetensors); of the Case only the op, the platform and "
-        "the release are used, if they are given; it holds no kernel, so give the one that ran (--source, "
-        "--kernel or --backend) for reruns, varied calls, an X-ray and source lines",
-    )
-    command.add_kernel_flag(group)
-    _add_other_flags(parser, group)
-
-
-def _add_other_flags(parser: argparse.ArgumentParser, group: Any) -> None:
-    """Add the flags that diagnose and page share; ``group``: those of what is diagnosed."""
-    group.add_argument(
-        "--output-file",
-        type=Path,
-        metavar="FILE",
-        help="a safetensors file with the output of the Case, as the tensor 'output'",
-    )
-    command.add_map_flag(group, has_call=True)
-    group.add_argument(
-        "--no-location",
-        action="store_true",
-        help="do not look for the source lines of a fault, which takes up to half a minute",
-    )
-    command.add_share_flags(parser)
-    command.add_flags(parser)
+    from attnlab.weights.xray import XRay
 
 
 def _given(args: argparse.Namespace) -> list[str]:
@@ -118,6 +91,7 @@ def _of_case(case: Case, args: argparse.Namespace, on_step: Callable[..., None])
     )
 
 
+@runs("diagnose")
 def _run(args: argparse.Namespace) -> int:
     op = args.field_op or args.call_op
     command.check_share_flags(args)
@@ -158,18 +132,7 @@ def _script(one: _Diagnosed, case: Case, given: Sequence[str]) -> tuple[str, str
         return "", str(error)
 
 
-def _add_page_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to diagnose")
-    group.add_argument(
-        "call",
-        type=Path,
-        metavar="CALL",
-        help="a call, as diagnose --call reads it, or the .json file of a Case",
-    )
-    command.add_kernel_flag(group, is_positional=False)
-    _add_other_flags(parser, group)
-
-
+@runs("page")
 def _page(args: argparse.Namespace) -> int:
     """Diagnose a call or a Case, and write the page."""
     args.html = args.html or Path(f"{args.call.stem}.html")
@@ -181,30 +144,107 @@ def _page(args: argparse.Namespace) -> int:
     return code
 
 
-PAGE_COMMAND = Command(
-    name="page",
-    purpose="Diagnose a call or a Case, and write the page to send.",
-    arguments="CALL",
-    examples=(
-        "attnlab page call.safetensors --source vllm-0.33.0.whl --html page.html",
-        "attnlab page call.safetensors --kernel mine.py:my_attention --note since=0.13.0 --note owner=me",
-    ),
-    exit_codes="0 nothing is wrong; 1 something is; 3 not decided",
-    add_flags=_add_page_flags,
-    run=_page,
-    used=("--note",),
-    notes="The page is CALL.html in the current folder, or --html FILE. Notes stay if it is written again.",
-)
-COMMAND = Command(
-    name="diagnose",
-    purpose="Find the defect that explains an output, or report that none of the known ones does.",
-    examples=(
-        "attnlab diagnose --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
-        "attnlab diagnose --call call.safetensors --source vllm-0.33.0.whl",
-        "attnlab diagnose --call call.safetensors --kernel mine.py:my_attention",
-        "attnlab diagnose --call dump.pt --map query=q,key_cache=k,value_cache=v --op unified_attention",
-    ),
-    exit_codes="0 nothing is wrong; 1 something is; 3 not decided",
-    add_flags=_add_flags,
-    run=_run,
-)
+# The command ``attnlab xray``.
+
+
+def _checked_case(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
+    if not args.limit_s > 0:
+        raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
+    command.check_share_flags(args)
+    if args.picture is not None:
+        check_output_file(args.picture, "picture", (".png",))
+    if args.call is not None:
+        check_input_path(args.call)
+    case = command.case_with_runner(args)
+    if args.call is None:
+        check_weighs_values(case.spec)
+        check_memory(case)
+    if args.picture is not None:
+        from attnlab.reports.check_pages import check_packages as check_drawable
+
+        check_drawable()
+    return case
+
+
+@runs("xray")
+def _run_xray(args: argparse.Namespace) -> int:
+    case = _checked_case(args)
+    try:
+        found, location = _xray(args, case)
+    except NotDeterministic as error:
+        return _not_deterministic(str(error), args.json)
+    _write(args, found, location)
+    if args.json:
+        place = None if location is None else location.to_dict()
+        print_json({**found.to_dict(), "location": place})
+    else:
+        show(_with_line(found, location))
+    return 1 if found.is_wrong else 0
+
+
+def _write(args: argparse.Namespace, found: "XRay", location: "KernelLocation | None") -> None:
+    """Write the files of --picture, --html and --markdown."""
+    if args.picture is not None:
+        from attnlab.reports.check_pages import xray_picture
+
+        data = xray_picture(found, is_dark=False, is_transparent=False)
+        write_bytes(args.picture, base64.b64decode(data))
+    if command.is_shared(args):
+        claim = None if location is None else location.confirmed
+        line = None if claim is None else (claim.file, claim.line)
+        command.share(args, _with_line(found, location), line=line)
+
+
+def _not_deterministic(why: str, is_json: bool) -> int:
+    """Print that equal runs differ, which is the finding; return the exit code."""
+    text = f"not deterministic: {why}; no weight can be read"
+    if is_json:
+        print_json({"status": "not deterministic", "sentences": [text]})
+    else:
+        print(f"XRay  {text}")
+    return 1
+
+
+def _with_line(found: "XRay", location: "KernelLocation | None") -> "XRay":
+    """Return an X-ray with its source line: after the conclusion if reruns confirm one, else at the end."""
+    if location is None:
+        return found
+    at = 1 if location.confirmed is not None else len(found.sentences)
+    sentences = (*found.sentences[:at], *location.sentences(), *found.sentences[at:])
+    return dataclasses.replace(found, sentences=sentences)
+
+
+def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
+    """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
+    from attnlab.diagnosis.captured import where_it_ran
+    from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.runner import ORIGIN, one_backend
+    from attnlab.recorder.dumps import read_call
+    from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
+
+    with progress("measuring the weights") as on_step:
+        lab = command.lab_of(args, on_step)
+        if args.call is not None:
+            given = [
+                name
+                for name in ("platform", "release")
+                if getattr(args, f"field_{name}") is not None
+            ]
+            call = read_call(args.call, command.read_map(args), op=args.call_op)
+            is_origin = args.kernel == ORIGIN
+            if args.field_backend is None and case.backend == "model" and not is_origin:
+                raise InvalidCase(NO_RUNNER, field="backend")
+            ran = where_it_ran(call, case, given).case
+            runner = backend_of_origin(call, args.device) if is_origin else None
+            if library_of(args.field_backend or "") not in (None, "vllm"):
+                runner = one_backend(args.source, args.field_backend, args.device)
+            return xray_of_call(call, ran, runner, lab=lab, limit_s=args.limit_s), None
+        found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
+        if not found.is_wrong or args.no_location or case.backend == "model":
+            return found, None
+        from attnlab.diagnosis.lines import locate_lines
+        from attnlab.diagnosis.repair_check import with_confirmation
+
+        on_step("trial edits of the source")
+        return found, with_confirmation(lab, case, locate_lines(lab, case, found))

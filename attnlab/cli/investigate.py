@@ -13,77 +13,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 from attnlab.case.errors import InvalidCase, check_installed
 from attnlab.case.fields import Int, Number, is_plugin
-from attnlab.case.flags import flag, notebook_parameters
-from attnlab.cli.command import Command, errors, notice, print_json, progress, show
+from attnlab.case.flags import notebook_parameters
+from attnlab.cli.command import errors, notice, print_json, progress, runs, show
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
 
 _NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
-_NOTES = """\
-A notebook that misses a dependency is reported as unavailable and does not fail the run, unless none
-could run. With --baseline the run also fails if a verdict of the baseline is gone, broken (it was as
-expected and is not) or changed (another value was found). New and repaired verdicts, and changes of the
-evidence only, are listed and do not fail the run.
-
-A parameter that a notebook refuses is bad input. Other exit codes: 130 interrupted, 143 terminated; the
-results of notebooks that had ended are kept.
-
-Keep a baseline with: cp reports/verdicts.json baseline.json. --baseline reports/verdicts.json compares
-with the previous run."""
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "notebooks",
-        nargs="*",
-        metavar="NAME",
-        help="number or name of a notebook (default: all notebooks)",
-    )
-    inputs = parser.add_argument_group("inputs")
-    inputs.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for the notebooks that have it; repeatable",
-    )
-    flag(inputs, "--baseline FILE", "verdicts.json of an earlier run; report what changed since")
-    flag(
-        inputs,
-        "--notebooks-folder FOLDER",
-        "folder of the notebooks (default: notebooks/ next to the package)",
-        default=_NOTEBOOKS,
-    )
-    execution = parser.add_argument_group("execution")
-    flag(
-        execution,
-        "--reports FOLDER",
-        "folder for the results (default: %(default)s)",
-        default=Path("reports"),
-    )
-    flag(
-        execution,
-        "--timeout SECONDS",
-        "time limit for each notebook (default: %(default)g)",
-        type=float,
-        default=1200.0,
-    )
-    flag(
-        execution,
-        "--jobs N",
-        "notebooks that run at the same time (default: one per core, with 6 GiB of free memory for "
-        "each); they share the cores unless OMP_NUM_THREADS is set",
-        type=int,
-    )
 
 
 def run_investigate(args: argparse.Namespace) -> "Results":
     """Run the notebooks that the flags select; raise AttnLabError for bad input."""
     from attnlab.reports.investigate import default_jobs, find_notebooks, investigate
 
-    paths = find_notebooks(args.notebooks, args.notebooks_folder)
+    paths = find_notebooks(args.notebooks, args.notebooks_folder or _NOTEBOOKS)
     parameters = notebook_parameters(args.parameter)
     jobs = default_jobs(paths) if args.jobs is None else Int(1, 64).check("jobs", args.jobs)
     timeout_s = Number().check("timeout", args.timeout)
@@ -197,6 +140,7 @@ class _Progress:
         self._bars.console.print(line, markup=False)
 
 
+@runs("investigate")
 def _investigate(args: argparse.Namespace) -> int:
     results = run_investigate(args)
     if args.json:
@@ -207,60 +151,12 @@ def _investigate(args: argparse.Namespace) -> int:
     return exit_code(results)
 
 
-INVESTIGATE_COMMAND = Command(
-    name="investigate",
-    purpose="Run the notebooks without a browser and write reports/.",
-    arguments="[NAME …]",
-    examples=(
-        "attnlab investigate",
-        "attnlab investigate 01 04 -p platform=sm_90 --baseline baseline.json",
-    ),
-    exit_codes="0 every notebook passed, or is unavailable here; 1 otherwise",
-    add_flags=_add_flags,
-    run=_investigate,
-    notes=_NOTES,
-)
-
-
 # The command ``attnlab new-investigation``.
 
 
-def _add_new_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "title", metavar="NAME", help="the question of the notebook, or a short name"
-    )
-    flag(
-        parser,
-        "--from WHAT",
-        "a saved call; the .json file of a Case; a pytest id of vLLM's tests; or FILE.py:FUNCTION, a kernel "
-        "that a random case finds wrong",
-        dest="start",
-        type=str,
-        required=True,
-    )
-    flag(parser, "--kernel NAME", "your kernel, FILE.py:FUNCTION, which runs the call", type=str)
-    flag(
-        parser,
-        "--source PATH",
-        "the vLLM whose op runs the call (default: the installed one)",
-        type=str,
-    )
-    flag(parser, "--stage STAGE", "of a pytest id: the state of vLLM's test", type=str)
-    flag(
-        parser,
-        "--full",
-        "of a pytest id: the size of the test; without it, 8 heads and lengths up to 128",
-    )
-    flag(
-        parser,
-        "--notebooks-folder FOLDER",
-        "where the notebook is written (default: notebooks/ next to the package)",
-        default=_NOTEBOOKS,
-    )
-
-
+@runs("new-investigation")
 def _new(args: argparse.Namespace) -> int:
-    folder, start = args.notebooks_folder, args.start
+    folder, start = args.notebooks_folder or _NOTEBOOKS, args.start
     if not folder.is_dir():
         text = f"notebooks-folder must be a folder, got {folder}"
         raise InvalidCase(text, field="notebooks-folder")
@@ -291,25 +187,10 @@ def _new(args: argparse.Namespace) -> int:
     return 0
 
 
-NEW_COMMAND = Command(
-    name="new-investigation",
-    purpose="Write a notebook that investigates a failing call, with its experiments already run.",
-    arguments="NAME --from WHAT",
-    examples=(
-        "attnlab new-investigation 'which heads are wrong' --from call.safetensors --kernel mine.py:f",
-        "attnlab new-investigation 'which heads are wrong' --from case.json --source vllm-0.33.0.whl",
-    ),
-    exit_codes="0 the notebook is written and has run",
-    add_flags=_add_new_flags,
-    run=_new,
-    notes="The notebook gets the next number of the folder, so that attnlab investigate runs it. Its\n"
-    "verdicts fail if a later run finds something else. Cause, fix and blast radius are yours to write.",
-)
-
-
 # The command ``attnlab claims``.
 
 
+@runs("claims")
 def _claims(args: argparse.Namespace) -> int:
     from attnlab.reports.investigate import import_study
 
@@ -321,12 +202,3 @@ def _claims(args: argparse.Namespace) -> int:
     else:
         show(findings)
     return 0
-
-
-CLAIMS_COMMAND = Command(
-    name="claims",
-    purpose="Test each claim of the notes on vLLM #28490 with an experiment.",
-    examples=("attnlab claims", "attnlab claims --json"),
-    exit_codes="0 always, also if a claim fails or cannot be decided here",
-    run=_claims,
-)

@@ -17,75 +17,25 @@ import shtab
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
-from attnlab.cli import (
-    atlas,
-    capture,
+from attnlab.cli import (  # noqa: F401 which register their commands
     catalogue,
     check,
-    compare,
     demo,
     diagnose,
-    env,
     horizon,
     investigate,
-    linear,
-    matrix,
-    merge,
     mla,
-    power,
     releases,
     replay,
     run,
-    xray,
+    sharded,
 )
-from attnlab.cli.command import Command, take_foreign_op
+from attnlab.cli.command import COMMANDS as BY_NAME
+from attnlab.cli.command import TABLE, Command, take_foreign_op
 
-# What the user holds, and the commands for it; the first ones are in the text of a bare "attnlab".
-GROUPS: tuple[tuple[str, tuple[Command, ...]], ...] = (
-    ("nothing yet", (demo.COMMAND,)),
-    (
-        "a failing test",
-        (run.DECODE_ERROR_COMMAND, run.EXPLAIN_COMMAND, matrix.COMMAND, power.COMMAND),
-    ),
-    (
-        "a call",
-        (
-            diagnose.COMMAND,
-            diagnose.PAGE_COMMAND,
-            replay.REPLAY_COMMAND,
-            replay.SHRINK_COMMAND,
-            xray.COMMAND,
-        ),
-    ),
-    (
-        "a kernel or a library",
-        (
-            check.COMMAND,
-            compare.COMMAND,
-            horizon.COMMAND,
-            releases.COMMAND,
-            atlas.COMMAND,
-            merge.COMMAND,
-        ),
-    ),
-    ("a server", (capture.COMMAND,)),
-    ("a case", (run.RUN_COMMAND, mla.MLA_COMMAND, linear.COMMAND, mla.WRITES_COMMAND)),
-    (
-        "this investigation",
-        (investigate.INVESTIGATE_COMMAND, investigate.NEW_COMMAND, investigate.CLAIMS_COMMAND),
-    ),
-    (
-        "another question",
-        (
-            env.FETCH_COMMAND,
-            env.ENV_COMMAND,
-            catalogue.DEFECTS_COMMAND,
-            catalogue.STAGES_COMMAND,
-            catalogue.PLATFORMS_COMMAND,
-        ),
-    ),
-)
-COMMANDS: tuple[Command, ...] = tuple(command for _, group in GROUPS for command in group)
+# What the user holds, and the commands for it; a bare "attnlab" prints their names.
+GROUPS = {title: tuple(map(BY_NAME.__getitem__, names)) for title, names in TABLE["groups"].items()}
+COMMANDS: tuple[Command, ...] = tuple(command for group in GROUPS.values() for command in group)
 # What is no command: its text, by group.
 _OTHER = {"a failing test": {"pytest --attnlab": "run the test; its section says why it fails"}}
 
@@ -96,7 +46,7 @@ class _Main(Parser):
     def format_help(self) -> str:
         """Return every command with its purpose."""
         parts = [f"usage: attnlab COMMAND [OPTIONS]\n\n{self.description}"]
-        for title, group in GROUPS:
+        for title, group in GROUPS.items():
             shown = [*_OTHER.get(title, {}).items()]
             shown += [(one.name, _purpose(one)) for one in group if one in COMMANDS]
             parts.append("\n".join([f"{title}:", *(f"  {name:<17}{text}" for name, text in shown)]))
@@ -111,7 +61,7 @@ def overview() -> str:
     """Return what a bare ``attnlab`` prints: the names of the commands by what the user holds."""
     rows = [
         f"  {title:<23}{'  '.join([*_OTHER.get(title, ()), *(one.name for one in group)])}"
-        for title, group in GROUPS
+        for title, group in GROUPS.items()
     ]
     return "\n".join([_HEAD, *rows, _MORE])
 

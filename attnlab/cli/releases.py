@@ -1,84 +1,37 @@
-"""The command ``attnlab releases``."""
+"""The commands ``attnlab releases``, ``attnlab atlas`` and ``attnlab merge``."""
 
 import argparse
 import json
+import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
-from attnlab.case.flags import flag
-from attnlab.case.output_file import HTML, check_output_file, write_text
-from attnlab.cli.check import add_conditions, check_run_flags, step_text
-from attnlab.cli.command import Command, add_library, notice, print_json, progress, show
-from attnlab.cli.sharded import add_scaling
-from attnlab.library.op import Package, package_of
-from attnlab.tasks.interrupts import interruptible
+from attnlab.case.output_file import HTML, check_output_file, make_output_folder, write_text
+from attnlab.cli.check import check_run_flags, step_text
+from attnlab.cli.command import notice, print_json, progress, put, runs, show
+from attnlab.cli.sharded import (
+    check_ci_files,
+    print_power,
+    print_report,
+    print_shard,
+    write_ci_files,
+)
+from attnlab.library.op import Package, libraries, ops_of, package_of
+from attnlab.tasks.run import interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
-    from attnlab.tasks.task import Engine, Stop
+    from attnlab.tasks.task import Engine, Outcome, Stop
 
-CODES = (
-    "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
-    "signal n"
-)
+
 _ARCHIVES = (".whl", ".tar.gz", ".zip")
-_DOCUMENT = """\
---json prints one object:
-  releases, device, platform, cases, cases_run, seconds, versions
-  ops: {release: {op: the release whose identical op ran}}; an absent op is left out
-  faults: list of {op, kind, diagnosis, names, description, native, native_runs, first, last,
-    cells: {release: state}, evidence, case, run}; native: yes, no, not confirmed, not runnable
-    or not tried; native_runs: {release: {is_confirmed, why}}
-  states: the meaning of each state
-  not_run, left_out: lists of {op, reason, cases, run}; op has the release before it; left_out: what an op
-    does not support, or what violates its contract"""
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "releases",
-        nargs="?",
-        metavar="FIRST..LAST",
-        help="the releases of the package index from FIRST to LAST, or one release; with --sources the "
-        "default is all of the folder",
-    )
-    flag(
-        parser,
-        "--sources DIR",
-        "take the releases from this folder, which has a wheel, an sdist or a folder for each, and "
-        "download nothing",
-    )
-    flag(
-        parser,
-        "--op OP",
-        "check this op; repeatable (default: all)",
-        action="append",
-    )
-    add_library(parser)
-    add_conditions(parser.add_argument_group("how to check them"))
-    place = parser.add_argument_group("where to run it")
-    add_scaling(place)
-    flag(
-        place,
-        "--native",
-        "with device cpu: run the smallest case of each fault on this machine's GPU, too, and state "
-        "whether it confirms the fault",
-    )
-    add_page(parser.add_argument_group("files to write"))
-
-
-def add_page(group: Any) -> None:
-    """Add --page."""
-    flag(
-        group,
-        "--page FILE.html",
-        "write the table as one HTML page, and the JSON document next to it",
-    )
-
-
+@runs("releases")
 def _run(args: argparse.Namespace) -> int:
     check_page(args)
     check_run_flags(args)
@@ -261,18 +214,167 @@ def _ends(text: str) -> tuple[str, str]:
     return first, last
 
 
-COMMAND = Command(
-    name="releases",
-    purpose="Check many releases of vLLM, or of another library, and show which has which fault.",
-    arguments="[FIRST..LAST]",
-    examples=(
-        "attnlab releases 0.9.0..0.33.0 --out store --page releases.html",
-        "attnlab releases 0.20.0..0.33.0 --op unified_attention --cases 8",
-        "attnlab releases 0.9.0..0.33.0 --shard 2/4 --out shard-2",
-        "attnlab releases --library sglang 0.5.9..0.5.23",
-    ),
-    exit_codes=CODES,
-    add_flags=_add_flags,
-    run=_run,
-    notes=_DOCUMENT,
-)
+# The command ``attnlab atlas``.
+
+
+@runs("atlas")
+def _atlas(args: argparse.Namespace) -> int:
+    check_page(args)
+    from attnlab.checker.check import check_conditions, check_scaling
+
+    check_conditions(platform=None, seconds=args.seconds, case_seconds=args.case_seconds)
+    check_scaling(engine=args.engine, shard=args.shard, times=args.times)
+    if args.report is not None:
+        make_output_folder(args.report, "report")
+    found = [_sources(text) for text in args.releases]
+    if args.out is not None:
+        from attnlab.tasks.store import check_can_store
+
+        check_can_store(args.out)
+
+    from attnlab.checker.atlas import atlas_plan, check_atlas, read_faults
+    from attnlab.checker.releases import releases_of
+    from attnlab.tasks.run import find_engine
+    from attnlab.tasks.store import Shard
+
+    faults = {f: line for path in args.faults or () for f, line in read_faults(path).items()}
+    shard = Shard.parse(args.shard)
+    releases = [one for library, paths in found for one in releases_of(paths, "cpu", library)]
+    with progress("choosing the calls"):
+        plan = atlas_plan(
+            releases,
+            faults=faults,
+            case_seconds=args.case_seconds,
+            times=args.times,
+        )
+    title = f"checking {len(plan.releases)} releases"
+    with (
+        interruptible() as stop,
+        progress(title) as on_step,
+        find_engine(args.engine or "local", "cpu", stop) as engine,
+    ):
+        table = check_atlas(
+            plan,
+            engine,
+            shard=shard,
+            out=args.out,
+            seconds=args.seconds,
+            on_progress=lambda one: on_step(step_text(title, one), one.done, one.total),
+            stop=stop,
+        )
+    if stop():
+        notice("interrupted; the table has what ran")
+    if args.report is not None:
+        from attnlab.checker.atlas import newest_findings
+        from attnlab.reports.upstream import write_reports
+
+        backends = {one.version: one.backend for one in releases}
+        for version, findings in newest_findings(table).items():
+            backend = backends[version]
+            folder = args.report / version.partition(" ")[0]
+            write_reports(findings, folder, backend.version, "cpu", backend)
+    print_table(args, table)
+    return stop.exit_code or table.exit_code
+
+
+def _sources(text: str) -> tuple[str, dict[str, Path]]:
+    """Return a library and the paths of its releases, by name and version, of LIBRARY:RELEASES."""
+    library, colon, releases = text.partition(":")
+    known = [one for one in libraries() if ops_of(one)]
+    if not colon or library not in known:
+        refuse("releases", f"LIBRARY:RELEASES with a library of {', '.join(known)}", text)
+    package = package_of(library)
+    if re.fullmatch(r"\d+\.\d+[\w.]*", releases):
+        paths = ops_of_releases(releases, package)
+    else:
+        from attnlab.kernels.vllm.source import find_source
+
+        if not Path(releases).expanduser().exists():
+            refuse("releases", f"{library}:FIRST..LAST, a version or a path that exists", text)
+        path = Path(releases).expanduser()
+        version = find_source(path, package).version
+        paths = {path.name if version == "unknown" else version: path}
+    return library, {f"{library} {version}": path for version, path in paths.items()}
+
+
+Outcomes = Mapping[str, "Outcome"]
+# Flags, and the command whose stores they need.
+_OWNERS = {
+    "known": ("check",),
+    "junit": ("check",),
+    "sarif": ("check",),
+    "page": ("releases", "atlas"),
+}
+
+
+@runs("merge")
+def _merge(args: argparse.Namespace) -> int:
+    from attnlab.tasks.store import merged_stores
+
+    check_ci_files(args)
+    check_page(args)
+    header, outcomes = merged_stores(args.dir)
+    command = header["command"]
+    for field, owners in _OWNERS.items():
+        if getattr(args, field) is not None and command not in owners:
+            raise InvalidCase(f"{field} must not be given with {command}", field=field)
+    runs = {
+        "check": _check_of_shards,
+        "power": _power_of_shards,
+        "releases": _releases_of_shards,
+        "atlas": _releases_of_shards,
+        "matrix": _matrix_of_shards,
+    }
+    run = runs.get(command)
+    if run is None:
+        raise InvalidCase(f"dir must be stores that merge can join, got {command}")
+    return run(args, header, outcomes)
+
+
+def _check_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.finding import read_known
+    from attnlab.checker.report import merged_check
+
+    known = [] if args.known is None else read_known(args.known)
+    report = merged_check(header, outcomes, known)
+    write_ci_files(args, report)
+    print_report(report, args.json)
+    return report.exit_code
+
+
+def _releases_of_shards(
+    args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes
+) -> int:
+    from attnlab.checker.atlas import merged_atlas
+    from attnlab.checker.releases import merged_releases
+
+    merged = {"releases": merged_releases, "atlas": merged_atlas}
+    table = merged[header["command"]](header, outcomes)
+    print_table(args, table)
+    return table.exit_code
+
+
+def _power_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.case.case import Case
+    from attnlab.mutation.power import power_report, power_tasks
+    from attnlab.tasks.store import ALL
+    from attnlab.tasks.task import NOT_RUN, Outcome
+
+    case = Case.from_dict(header["case"])
+    found = {
+        task.key: outcomes.get(task.key)
+        or Outcome(key=task.key, status=NOT_RUN, text="its shard was stopped before")
+        for task in power_tasks(case)
+    }
+    if any(one.verdict is None for one in found.values()):
+        return print_shard(ALL, found, args.json)
+    seconds = sum(one.seconds for one in found.values())
+    return print_power(power_report(case, found, seconds), args.json)
+
+
+def _matrix_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.matrix import merged_matrix
+
+    table = merged_matrix(header, outcomes)
+    put(table, args.json)
+    return table.exit_code

@@ -1,30 +1,39 @@
-"""The command ``attnlab replay``."""
+"""The commands of recorded calls: ``attnlab capture``, ``attnlab replay`` and ``attnlab shrink``."""
 
 import argparse
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Number, package_of_backend, refuse
-from attnlab.case.flags import flag
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_input_path, check_output_file, write_text
 from attnlab.cli import command
-from attnlab.cli.command import Command, notice, print_json, progress, put, show
+from attnlab.cli.command import notice, print_json, progress, put, runs, show
 from attnlab.cli.releases import ops_of_releases
 from attnlab.library.op import package_of
+from attnlab.serving.settings import (
+    CaptureSettings,
+    parse_bytes,
+    parse_count,
+    parse_range,
+    parse_share,
+)
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.kernels.runner import Runner
     from attnlab.replay.shrinking import Shrunk
     from attnlab.reports.close_up import TracedRun
+    from attnlab.reports.shared_page import Picture
+    from attnlab.serving.report import CaptureReport
     from attnlab.tensors.call import KernelCall
     from attnlab.weights.xray import XRay
+
 
 _SCRIPT_S = 10.0  # to shrink a call for the script of a page
 STOP_BISECT = 129  # from 128 on, git bisect stops
@@ -33,52 +42,6 @@ git bisect run attnlab replay CALL --source . names the commit of a vLLM clone t
 target, the exit code is 125, which skips the commit, if the commit cannot run the call, or states that it
 does not accept it. While git bisects the current folder, bad input and an error in attnlab exit with 129,
 which stops git, because it would take 2 for a bad commit."""
-
-
-def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
-    """Add the flags that say which call, where it ran, and on what it is run, once or several times."""
-    call = parser.add_argument_group("the call")
-    call.add_argument(
-        "call",
-        type=Path,
-        metavar="CALL",
-        help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
-    )
-    command.add_map_flag(call, has_call=True, op="op", backend="backend", call_op="op")
-    flag(call, "--op OP", "the op that describes the call")
-    flag(
-        call, "--platform PLATFORM", "where the call ran (default: as recorded, or that of a Case)"
-    )
-    flag(
-        call,
-        "--release RELEASE",
-        "the release whose rules the kernels follow (default: that of the source)",
-    )
-    default = "the models" if several else "nothing: the recorded output is cut"
-    run = parser.add_argument_group(f"what runs it (default: {default})")
-    more: dict[str, Any] = {"action": "append", "default": []} if several else {}
-    again = "; repeatable" if several else ""
-    flag(
-        run,
-        "--source PATH",
-        "a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded" + again,
-        type=str,
-        **more,
-    )
-    run.add_argument(
-        "--backend",
-        "--kernel",
-        metavar="NAME",
-        help="a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, or your kernel, "
-        "FILE.py:FUNCTION or MODULE:FUNCTION" + again,
-        **more,
-    )
-    flag(
-        run,
-        "--device",
-        "where the kernels of a vLLM run (default: cuda if torch can use a GPU)",
-        choices=("cpu", "cuda"),
-    )
 
 
 def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str, ...]]:
@@ -96,6 +59,7 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
     return read_call(args.call, command.read_map(args), op=args.op), case, given
 
 
+@runs("replay")
 def _replay(args: argparse.Namespace) -> int:
     """Replay; while git bisects, an error stops git."""
     try:
@@ -109,22 +73,6 @@ def _replay(args: argparse.Namespace) -> int:
             traceback.print_exc()
         notice(str(error))
         return STOP_BISECT
-
-
-def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    add_call_flags(parser)
-    command.add_share_flags(parser)
-    group = parser.add_argument_group("what is asked")
-    flag(
-        group,
-        "--probe",
-        "corruption or another order of sums? Run the call with variations on one source or backend",
-    )
-    group.add_argument(
-        "--releases",
-        metavar="FIRST..LAST",
-        help="which release broke it? Run the call on each of these releases, whose ops are downloaded",
-    )
 
 
 def _targets(args: argparse.Namespace) -> "list[Runner]":
@@ -191,42 +139,10 @@ def _replay_replay(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-REPLAY_COMMAND = Command(
-    name="replay",
-    purpose="Run a saved call on several backends and releases, and compare the verdicts.",
-    arguments="CALL",
-    examples=(
-        "attnlab replay call.safetensors --source 0.11.2 --source 0.33.0",
-        "attnlab replay call.safetensors --source vllm-0.33.0.whl --backend mine.py:my_attention",
-        "attnlab replay call.safetensors --source 0.33.0 --probe",
-        "attnlab replay call.safetensors --releases 0.31.0..0.33.0",
-        "git bisect run attnlab replay call.safetensors --source .",
-    ),
-    exit_codes="0 every replay matches; 1 one mismatches, rejects the call or is not\n"
-    "  deterministic; 3 none does, but one cannot run; 125 the only target cannot run the call;\n"
-    "  129 stop git bisect",
-    add_flags=_add_replay_flags,
-    run=_replay,
-    notes=_DOCUMENT,
-)
-
-
 # The command ``attnlab shrink``.
 
 
-def _add_shrink_flags(parser: argparse.ArgumentParser) -> None:
-    add_call_flags(parser, several=False)
-    command.add_share_flags(parser)
-    group = parser.add_argument_group("the result")
-    flag(
-        group,
-        "--out FILE",
-        "the file of the smaller call; its script, if there is one, has the same name with .py "
-        "(default: CALL-small.safetensors in the current folder)",
-    )
-    flag(group, "--seconds S", "run no further call after this time (default: 120)")
-
-
+@runs("shrink")
 def _shrink(args: argparse.Namespace) -> int:
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
     if not seconds > 0:
@@ -328,18 +244,68 @@ def smallest_script(
     return script_of_shrunk(found, backend, case, given)
 
 
-SHRINK_COMMAND = Command(
-    name="shrink",
-    purpose="Find the smallest call that still fails, and write it.",
-    arguments="CALL",
-    examples=(
-        "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
-        "attnlab shrink call.safetensors --kernel mine.py:my_attention --seconds 30",
-    ),
-    exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written, or equal runs of it\n"
-    "  differ",
-    notes="With --source, --backend vllm, or a function of tensors, a script is written, too, that\n"
-    "reproduces the fault with torch and the kernel. Some calls have none; the command states why.",
-    add_flags=_add_shrink_flags,
-    run=_shrink,
-)
+_UNCHECKED = 3
+
+
+def _settings(args: argparse.Namespace) -> CaptureSettings:
+    ranges = {
+        name: None if getattr(args, name) is None else parse_range(name, getattr(args, name))
+        for name in ("layer", "step", "rank")
+    }
+    return CaptureSettings(
+        out=str(args.out.resolve()),
+        **ranges,
+        max_bytes=parse_bytes("max-bytes", args.max_bytes),
+        sample=parse_share("sample", args.sample),
+        rows=parse_count("rows", args.rows),
+        heads=parse_count("heads", args.heads),
+    )
+
+
+@runs("capture")
+def _capture(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    command.check_share_flags(args)
+    words = args.run[1:] if args.run[:1] == ["--"] else args.run
+    if args.run and not words:
+        raise InvalidCase("command must be given after --, got none", field="command")
+    code = None
+    if words:
+        from attnlab.serving.plugin import run_command
+
+        code = run_command(words, settings, to_stderr=args.json)
+    report = _report(args.out, code)
+    if command.is_shared(args):
+        command.share(args, report, pictures=_pictures(report), cause=report.conclusion())
+    put(report, args.json)
+    return _exit_code(report)
+
+
+def _report(folder: Path, code: int | None) -> "CaptureReport":
+    if not folder.is_dir():
+        text = f"out must be a folder with records of a capture, got {folder}"
+        raise InvalidCase(text, field="out")
+    from attnlab.serving.report import read_report, with_diagnoses
+
+    report = read_report(folder, exit_code=code)
+
+    with progress("reading the records") as on_step:
+        return with_diagnoses(report, on_step)
+
+
+def _pictures(report: "CaptureReport") -> "tuple[Picture, ...]":
+    """Return which rows and heads of the first saved call are wrong."""
+    from attnlab.reports.shared_page import call_pictures
+    from attnlab.tensors.call import KernelCall
+
+    calls = [found.call for found in report.found if found.call]
+    return call_pictures(KernelCall.load(Path(report.folder) / calls[0])) if calls else ()
+
+
+def _exit_code(report: "CaptureReport") -> int:
+    """Return 1 if something is wrong, else the command's own code, else whether anything was checked."""
+    if report.is_wrong:
+        return 1
+    if report.exit_code:
+        return report.exit_code
+    return 0 if report.has_checked else _UNCHECKED

@@ -11,19 +11,27 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.fields import Number, refuse, suggestion
+from attnlab.case.fields import Int, Number, is_plugin, refuse, suggestion
 from attnlab.case.flags import (
-    add_case_flags,
     case_of,
-    flag,
     given_fields,
     notebook_parameters,
     read_text,
 )
 from attnlab.case.op_arguments import NONE
+from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_output_file
+from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
-from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, put, show
+from attnlab.cli.command import (
+    case_of_flags,
+    notice,
+    print_json,
+    progress,
+    put,
+    runs,
+    show,
+)
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 
@@ -100,6 +108,7 @@ def _work(sender: Any, work: Work, args: argparse.Namespace, case: Case) -> None
 # The command ``attnlab explain``.
 
 
+@runs("explain")
 def _explain(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
 
@@ -108,31 +117,10 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-EXPLAIN_COMMAND = Command(
-    name="explain",
-    purpose="Print which kernels run for a Case, and each condition that decides it.",
-    examples=("attnlab explain --platform gfx1100 --num-queries-per-kv 4",),
-    exit_codes="0 always",
-    add_flags=add_case_flags,
-    run=_explain,
-)
-
-
 # The command ``attnlab decode-error``.
 
 
-def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file",
-        nargs="?",
-        default="-",
-        metavar="FILE",
-        help="a file with the message of the failed assertion; - is standard input (default)",
-    )
-    command.add_share_flags(parser)
-    add_case_flags(parser)
-
-
+@runs("decode-error")
 def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.decode_error import ErrorText  # imports no torch
 
@@ -157,22 +145,6 @@ def _decode_error(args: argparse.Namespace) -> int:
     return 0
 
 
-DECODE_ERROR_COMMAND = Command(
-    name="decode-error",
-    purpose="Print which sequence, token and kernel the message of a failed test is about.",
-    arguments="[FILE]",
-    examples=("pytest … | attnlab decode-error --test-id 'test_contexted_kv_attention[…]'",),
-    exit_codes="0 the text is decoded",
-    add_flags=_add_decode_flags,
-    run=_decode_error,
-    notes="The text may be the whole output of pytest. It is read for the lines of "
-    "torch.testing.assert_close in any order, a bare index, a dtype error, a failed torch.allclose, and a "
-    "pytest id of vLLM. That test is the initial case, unless --test-id or --case is given. "
-    "The kernel depends on the platform: it is that of --platform or --case, else of this machine's "
-    "GPU; without a GPU, one is assumed, which the first line says.",
-)
-
-
 _MOST_PLACES = 200  # in the JSON document
 
 
@@ -180,48 +152,7 @@ _MOST_PLACES = 200  # in the JSON document
 _NOT_OF_SIZE = {"platform", "release", "stage", "backend"}
 
 
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to run")
-    flag(
-        group,
-        "--full",
-        "run the size of the test; without it, a Case that is given by nothing or by "
-        "--platform, --release, --stage and --backend alone is reduced to 8 heads and lengths up to 128",
-    )
-    flag(
-        group,
-        "--stages",
-        "run every stage of the test, and print a table with a column for each platform",
-    )
-    flag(
-        group,
-        "--platforms A,B",
-        "the platforms of --stages, for example gfx942,sm_90 (default: these; for backend "
-        "vllm-cpu the Case's platform)",
-    )
-    flag(
-        group,
-        "--save-call FILE",
-        "write the call and its output to a safetensors file, for diagnose --call",
-    )
-    flag(
-        group,
-        "--seconds S",
-        "run in a process of its own, and reject a kernel that takes longer or ends the process "
-        "(default: no limit)",
-    )
-    flag(
-        group,
-        "--against FIELD=VALUE",
-        "run the Case a second time with this change, and compare the bits of both outputs, for "
-        "example empty_slots=garbage; repeatable",
-        action="append",
-    )
-    command.add_kernel_flag(group, has_call=False)
-    command.add_map_flag(group)
-    command.add_flags(parser)
-
-
+@runs("run")
 def _run_case(args: argparse.Namespace) -> int:
     case = command.case_with_runner(args)
     if args.save_call is not None:
@@ -318,17 +249,48 @@ def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) 
     return 0 if all(cell.status == "match" for cell in cells) else 1
 
 
-RUN_COMMAND = Command(
-    name="run",
-    purpose="Run one Case and compare its output with the reference.",
-    examples=(
-        "attnlab run --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
-        "attnlab run --test-id 'test_contexted_kv_attention[…]' --stages",
-        "attnlab run --op unified_attention --empty-slots nan --against empty_slots=garbage",
-        "attnlab run --backend vllm --source vllm-0.33.0.whl --kv-head-range 0:1",
-    ),
-    exit_codes="0 the output matches; 1 it does not, or the kernel rejects the call, or --against gives "
-    "another output",
-    add_flags=_add_run_flags,
-    run=_run_case,
-)
+# The command ``attnlab compare``.
+
+_COUNT = Int(1, 10_000)
+
+
+@runs("compare")
+def _run(args: argparse.Namespace) -> int:
+    command.check_share_flags(args)
+    count = _COUNT.check("random", _COUNT.parse("random", args.random))
+    seed = Int(0, 1 << 30).check("seed", Int(0, 1 << 30).parse("seed", args.seed))
+    if not is_plugin(args.kernel):
+        text = f"kernel must be FILE.py:FUNCTION or MODULE:FUNCTION, got {args.kernel!r}"
+        raise InvalidCase(text, field="kernel")
+    if args.op is not None and args.op not in OPS:
+        raise InvalidCase(f"op must be one of {', '.join(OPS)}, got {args.op!r}", field="op")
+    if (args.source is None) == (args.against is None):
+        raise InvalidCase("source or against must be given, and not both", field="source")
+    platform = args.platform or machine_platform() or "sm_90"
+    field_type("platform").check("platform", platform)
+
+    from attnlab.kernels.runner import runners
+    from attnlab.replay.random_comparison import compare_backends
+
+    (mine,) = runners([], [args.kernel], None)
+    sources, backends = ([], [args.against]) if args.source is None else ([args.source], [])
+    (other,) = runners(sources, backends, args.device)
+    first = mine.find()
+    with progress("comparing") as on_step:
+        found = compare_backends(
+            (first, other.find()),
+            (args.kernel, other.name if args.source is None else f"vLLM {other.name}"),
+            op=args.op or first.ops[0],
+            platform=platform,
+            count=count,
+            seed=seed,
+            on_case=lambda done: on_step("comparing", done, count),
+        )
+    pictures: tuple[Any, ...] = ()
+    if args.html is not None:
+        from attnlab.reports.shared_page import comparison_pictures
+
+        pictures = comparison_pictures(found.names, found.marks())
+    command.share(args, found, pictures=pictures)
+    put(found, args.json)
+    return found.exit_code

@@ -3,21 +3,37 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlab.case.errors import InvalidCase
-from attnlab.case.flags import flag
+from attnlab.case.declaration import FIELDS, field_type
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.flags import given_fields
+from attnlab.case.ops import check_scored
 from attnlab.case.output_file import check_output_file, write_text
-from attnlab.cli.command import notice, print_json, progress, show
-from attnlab.tasks.interrupts import interruptible
-from attnlab.tasks.run import TaskRun, find_engine
+from attnlab.case.pytest_id import vllm_test_ids
+from attnlab.cli import command
+from attnlab.cli.command import (
+    case_of_flags,
+    notice,
+    print_json,
+    progress,
+    put,
+    runs,
+    show,
+)
+from attnlab.tasks.run import TaskRun, check_engine, find_engine, interruptible
 from attnlab.tasks.store import Header, Shard, Store
 from attnlab.tasks.task import InProcess, Job, Outcome, Task
 
 if TYPE_CHECKING:
+    from attnlab.case.case import Case
     from attnlab.checker.report import Report
+    from attnlab.mutation.power import MutationReport
 
 
 def run_sharded(
@@ -70,65 +86,6 @@ def print_shard(shard: Shard, outcomes: Mapping[str, Outcome], as_json: bool) ->
 
 # The flags and the output that ``attnlab check`` and ``attnlab merge`` share.
 
-CHECK_CODES = (
-    "0 all cases ran, without findings; 1 findings that are not in --known, or a finding of --known that "
-    "no longer appears;\n  3 no findings, but cases did not run; 128 + n stopped by signal n"
-)
-
-
-def add_scaling(group: Any) -> None:
-    """Add the flags of commands that run many tasks: engine, shard, store and times."""
-    add_engine(group, "default: local, one per core; on GPUs as many as their memory allows")
-    add_shard(group)
-    flag(
-        group,
-        "--times DIR",
-        "divide the shards by the times in this store; all shards need the same (default: times that "
-        "come with attnlab)",
-    )
-
-
-def add_engine(group: Any, default: str) -> None:
-    """Add --engine; ``default`` describes what runs the tasks without it."""
-    flag(
-        group,
-        "--engine ENGINE",
-        "local or local:N, N worker processes on this machine; ray, a Ray cluster: that of RAY_ADDRESS, "
-        f"or a local one that is started; ray://HOST:PORT, another ({default})",
-    )
-
-
-def add_shard(group: Any) -> None:
-    """Add --shard and --out."""
-    flag(
-        group,
-        "--shard I/N",
-        "run only part I of N; attnlab merge joins the stores of all parts",
-        default="1/1",
-    )
-    flag(
-        group,
-        "--out DIR",
-        "keep each verdict in this folder as it arrives; the same command continues there",
-    )
-
-
-def add_known(group: Any) -> None:
-    """Add --known."""
-    flag(
-        group,
-        "--known FILE",
-        "expected findings, which do not count: one OP KIND [DIAGNOSIS] LINK per line, or JSON",
-    )
-
-
-def add_ci_files(group: Any) -> None:
-    """Add --junit and --sarif."""
-    flag(group, "--junit FILE", "JUnit XML: a test suite per op, a test case per kind of fault")
-    flag(
-        group, "--sarif FILE", "SARIF 2.1.0 for code scanning: each finding with its file and line"
-    )
-
 
 def check_ci_files(args: argparse.Namespace) -> None:
     """Raise InvalidCase if a file of --junit or --sarif cannot be written, before anything runs."""
@@ -139,7 +96,7 @@ def check_ci_files(args: argparse.Namespace) -> None:
 
 def write_ci_files(args: argparse.Namespace, report: "Report") -> None:
     """Write the files of --junit and --sarif, and append to the summary of a CI job."""
-    from attnlab.reports.check_files import append_summary, junit, sarif
+    from attnlab.reports.check_pages import append_summary, junit, sarif
 
     if args.junit is not None:
         write_text(args.junit, junit(report))
@@ -158,3 +115,144 @@ def print_report(report: "Report", as_json: bool, page: Path | None = None) -> N
         print(f"pictures: {page}")
     if report.not_run:
         print(f"not run: {'; '.join(report.warnings())}")
+
+
+# The command ``attnlab power``.
+
+
+@runs("power")
+def _run(args: argparse.Namespace) -> int:
+    case = case_of_flags(args)
+    check_scored(case.spec)
+    if args.engine is not None:
+        check_engine(args.engine)
+    if args.out is not None or args.shard != "1/1" or args.engine is not None:
+        return _run_tasks(args, case)
+    from attnlab.mutation.power import measure_power as power
+
+    with progress("planting defects") as on_step:
+        report = power(case, on_step=on_step)
+    return print_power(report, args.json)
+
+
+def _run_tasks(args: argparse.Namespace, case: "Case") -> int:
+    """Score the mutants one by one, with a store."""
+    from attnlab.checker.case_run import versions
+    from attnlab.mutation.power import PowerJob, power_header, power_report, power_tasks
+
+    shard = check_flags(args.shard, args.out)
+    tasks, header = power_tasks(case), power_header(case, versions(), shard)
+    job = PowerJob(case=case)
+    outcomes, code = run_sharded(
+        "planting defects", job, tasks, header, shard, args.out, args.engine
+    )
+    if code or shard.count > 1 or any(one.verdict is None for one in outcomes.values()):
+        return print_shard(shard, outcomes, args.json) or code
+    seconds = sum(one.seconds for one in outcomes.values())
+    return print_power(power_report(case, outcomes, seconds), args.json)
+
+
+def print_power(report: "MutationReport", as_json: bool) -> int:
+    """Print a report and return the exit code."""
+    put(report, as_json)
+    return 1 if report.survivors else 0
+
+
+# The command ``attnlab matrix``.
+
+_ID = re.compile(r"\w+\[.*\]")
+_COLLECT_S = 600  # pytest imports vLLM
+
+
+def read_ids(words: Sequence[str], standard_input: Iterable[str]) -> list[str]:
+    """Return the test ids that words name, without repetitions.
+
+    A word is an id, a pytest node that ends with one, a file with one of these per line, "-" for standard
+    input, or a test file, whose ids pytest collects. Raises InvalidCase for anything else, and Unavailable
+    if pytest cannot collect a test file.
+    """
+    found: list[str] = []
+    for word in words:
+        if _ID.search(word):
+            found.append(_id_of(word))
+        elif word == "-":
+            found += [_id_of(line) for line in standard_input if line.strip()]
+        elif Path(word).suffix == ".py" and Path(word).is_file():
+            found += _collected(Path(word))
+        elif Path(word).is_file():
+            lines = Path(word).read_text(errors="replace").splitlines()
+            found += [_id_of(line) for line in lines if line.strip()]
+        else:
+            raise InvalidCase(
+                f"id must be a test id, a file of ids, a test file or -, got {word!r}", field="id"
+            )
+    if not found:
+        raise InvalidCase("id must name at least one test, got none", field="id")
+    return list(dict.fromkeys(found))
+
+
+def _id_of(line: str) -> str:
+    """Return the id in a line of pytest, such as tests/test_a.py::test_b[c]."""
+    match = _ID.search(line)
+    if match is None:
+        raise InvalidCase(f"id must be like test_name[…], got {line.strip()!r}", field="id")
+    return match[0]
+
+
+def _collected(file: Path) -> list[str]:
+    """Return the ids that pytest collects from a test file."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(file)]
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_COLLECT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"pytest collects no tests from {file} in {_COLLECT_S} s") from error
+    found = [_id_of(line) for line in done.stdout.splitlines() if "::" in line and _ID.search(line)]
+    if not found:
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
+        raise Unavailable(f"pytest collects no test with parameters from {file}: {lines[-1]}")
+    return found
+
+
+@runs("matrix", fields=FIELDS)
+def _run_matrix(args: argparse.Namespace) -> int:
+    changes = given_fields(args, FIELDS)
+    for name, value in changes.items():
+        field_type(name).check(name, value)
+    if args.engine is not None:
+        check_engine(args.engine)
+    command.check_share_flags(args)
+    if args.junit is not None:
+        check_output_file(args.junit, "junit")
+    if args.source is not None and changes.get("backend") not in ("vllm", "rocm", "cuda"):
+        raise InvalidCase(
+            "source must be given with --backend vllm, rocm or cuda, got "
+            f"{changes.get('backend', 'model')}",
+            field="source",
+        )
+    shard = check_flags(args.shard, args.out)
+    ids = read_ids(args.ids, sys.stdin) if args.ids else vllm_test_ids()
+
+    from attnlab.checker.matrix import matrix_header, matrix_job, matrix_table, matrix_tasks
+
+    job = matrix_job(changes, args.source, args.device)
+    tasks = matrix_tasks(ids, changes)
+    header = matrix_header(ids, changes, job.versions, shard)
+    engine = args.engine or (None if job.device == "cuda" or len(tasks) == 1 else "local")
+    outcomes, code = run_sharded("running the ids", job, tasks, header, shard, args.out, engine)
+    if shard.count > 1:
+        return print_shard(shard, outcomes, args.json) or code
+    table = matrix_table(
+        ids, [(one, outcomes.get(one.key)) for one in tasks], changes, job.versions["backend"]
+    )
+    if args.junit is not None:
+        write_text(args.junit, table.junit())
+    pictures: tuple[Any, ...] = ()
+    if args.html is not None:
+        from attnlab.reports.shared_page import matrix_pictures
+
+        pictures = matrix_pictures(table)
+    command.share(args, table, pictures=pictures)
+    put(table, args.json)
+    return code or table.exit_code

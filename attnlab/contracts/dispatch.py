@@ -1,12 +1,15 @@
 """Dispatch: which kernels vLLM runs for a Case, and why."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case, as_case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Contract, Target, contracts_of
+
+if TYPE_CHECKING:
+    from attnlab.tensors.call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +153,37 @@ def explain(case: Case | str, **changes: Any) -> Decision:
     ``changes`` are fields of the Case, such as ``platform="gfx1100"``. No kernel is run.
     """
     return decide(as_case(case, **changes))
+
+
+def kernels_of(case: Case, call: "KernelCall") -> tuple[str, ...]:
+    """Return the kernels that would serve a call on the Case's platform and release.
+
+    Everything else that dispatch depends on comes from the call.
+    """
+    if call.op != WRAPPER:
+        return (call.op,)
+    _, num_heads, head_size = call.query.shape
+    call_case = case.replace(
+        op=call.op,
+        num_heads=num_heads,
+        num_queries_per_kv=call.num_queries_per_kv,
+        head_size=head_size,
+        block_size=call.block_size,
+        dtype=str(call.query.dtype).removeprefix("torch."),
+        kv_cache_dtype=call.kv_cache_dtype,
+        sliding_window=call.sliding_window,
+        alibi=call.alibi_slopes is not None,
+        sinks=call.sinks is not None,
+        softcap=call.softcap,
+        x=call.key_cache.shape[4],
+        query_lens=(1,),
+        ctx_lens=(0,),
+        kv_head_range=None,
+        seq_range=None,
+        max_seq_len=call.max_seq_len,
+        max_query_len=call.max_query_len,
+        block_table=None,
+        num_blocks=None,
+        max_blocks_per_seq=None,
+    )
+    return decide(call_case).kernels

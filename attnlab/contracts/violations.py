@@ -4,8 +4,9 @@ No kernel is run: violations follow from the call, the contracts and the cache's
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -93,30 +94,6 @@ def _index_dtype(v: Violation) -> str:
     return f"{v.tensor} is {v.dtype}; {v.kernel} {reaction}"
 
 
-def _unsupported(v: Violation) -> str:
-    return f"{v.subject} is {v.value}; {v.kernel} supports {v.required}"
-
-
-def _key_layout(v: Violation) -> str:
-    return (
-        f"key_cache has x = {v.value}; {v.kernel} assumes x = {v.required} and reads other elements"
-    )
-
-
-def _short_scratch(v: Violation) -> str:
-    return (
-        f"max_seq_len gives {v.kernel} scratch for {v.value} partitions of {PARTITION_SIZE} tokens; "
-        f"sequence {v.sequence} needs {v.required}, so heads read each other's scratch"
-    )
-
-
-def _default_scale(v: Violation) -> str:
-    return (
-        f"sm_scale is not passed; {v.kernel} uses 1 / sqrt({v.value}), by the number of heads, "
-        f"instead of 1 / sqrt({v.required}), by the head size"
-    )
-
-
 def _unwritten_rows(v: Violation) -> str:
     rows = f"row {v.row}" if v.row == v.last_row else f"rows {v.row}–{v.last_row}"
     verb = "is" if v.row == v.last_row else "are"
@@ -137,10 +114,18 @@ def _slot(v: Violation) -> str:
 
 _TEXTS: dict[str, Callable[[Violation], str]] = {
     "index_dtype": _index_dtype,
-    "unsupported": _unsupported,
-    "key_layout": _key_layout,
-    "short_scratch": _short_scratch,
-    "default_scale": _default_scale,
+    "unsupported": lambda v: f"{v.subject} is {v.value}; {v.kernel} supports {v.required}",
+    "key_layout": lambda v: (
+        f"key_cache has x = {v.value}; {v.kernel} assumes x = {v.required} and reads other elements"
+    ),
+    "short_scratch": lambda v: (
+        f"max_seq_len gives {v.kernel} scratch for {v.value} partitions of {PARTITION_SIZE} tokens; "
+        f"sequence {v.sequence} needs {v.required}, so heads read each other's scratch"
+    ),
+    "default_scale": lambda v: (
+        f"sm_scale is not passed; {v.kernel} uses 1 / sqrt({v.value}), by the number of heads, "
+        f"instead of 1 / sqrt({v.required}), by the head size"
+    ),
     "unwritten_rows": _unwritten_rows,
     "unwritten_slot": _slot,
     "foreign_slot": _slot,
@@ -165,22 +150,50 @@ def find_violations(
     ``provenance``, as for a captured call, slots are not checked.
     """
     contracts = contracts_of(kernels, target, call.op)
-    violations: list[Violation] = []
-    for contract in contracts:
-        violations += _index_dtypes(contract, call)
-        violations += _find_unsupported(contract, call)
-        violations += _find_key_layout(contract, call)
-        violations += _find_short_scratch(contract, call)
-    violations += _find_default_scale(call, target) + _find_unwritten_rows(contracts, call)
+    found = [one for contract in contracts for one in _of_contract(contract, call)]
+    found += [*_default_scale(call, target), *_rows(contracts, call)]
     if provenance is not None:
         for reads in contract_reads(contracts, call, provenance, all_own=False):
-            violations += _slots(reads)
-    return Violations(sorted(violations, key=lambda violation: _ORDER.index(violation.effect)))
+            found += _slots(reads)
+    return Violations(sorted(found, key=lambda violation: _ORDER.index(violation.effect)))
 
 
-def _index_dtypes(contract: Contract, call: KernelCall) -> list[Violation]:
-    """Return a violation for each int64 index tensor that the kernel does not read as int64."""
-    found = []
+def _of_contract(contract: Contract, call: KernelCall) -> Iterator[Violation]:
+    """Yield the violations of one kernel's contract by a call's arguments."""
+    yield from _index_dtypes(contract, call)
+    refused = partial(Violation, kind="unsupported", effect="rejected", kernel=contract.name)
+    for name, value, allowed in _unsupported(contract, call):
+        yield refused(parameter=name, value=value, required=allowed)
+    if call.sinks is not None:
+        if contract.sinks == "none":
+            yield refused(tensor="sinks", value="given", required="none")
+        elif contract.sinks == "without alibi" and call.alibi_slopes is not None:
+            yield refused(
+                tensor="sinks", value="given with alibi_slopes", required="one of the two"
+            )
+        elif contract.sink_dtypes and (dtype := _dtype(call.sinks)) not in contract.sink_dtypes:
+            required = ", ".join(contract.sink_dtypes)
+            yield refused(tensor="sinks", dtype=dtype, value=dtype, required=required)
+    silent = partial(Violation, effect="silent", kernel=contract.name)
+    x, bytes_ = call.key_cache.shape[4], call.key_cache.element_size()
+    if contract.key_x_bytes and x * bytes_ != contract.key_x_bytes:
+        own_x = contract.key_x_bytes // bytes_
+        yield silent(kind="key_layout", tensor="key_cache", value=x, required=own_x)
+    if contract.name == ROCM_DECODE:  # value and required are numbers of partitions
+        lens = cached_lens(contract, call)
+        partitions, needed = (-(-int(n) // PARTITION_SIZE) for n in (call.max_seq_len, lens.max()))
+        if needed > partitions:
+            yield silent(
+                kind="short_scratch",
+                parameter="max_seq_len",
+                sequence=int(lens.argmax()),
+                value=partitions,
+                required=needed,
+            )
+
+
+def _index_dtypes(contract: Contract, call: KernelCall) -> Iterator[Violation]:
+    """Yield a violation for each int64 index tensor that the kernel does not read as int64."""
     for name in ("block_table", "seq_lens", "query_start_loc"):
         reaction = contract.on_int64.get(name, "accept")
         tensor: torch.Tensor = getattr(call, name)
@@ -190,145 +203,59 @@ def _index_dtypes(contract: Contract, call: KernelCall) -> list[Violation]:
         if reaction == "reinterpret":
             value = tuple(tensor.flatten()[:3].tolist())
             required = tuple(tensor.contiguous().view(torch.int32).flatten()[:6].tolist())
-        found.append(
-            Violation(
-                kind="index_dtype",
-                effect=_EFFECTS[reaction],
-                kernel=contract.name,
-                tensor=name,
-                dtype=_dtype(tensor),
-                value=value,
-                required=required,
-            )
+        yield Violation(
+            kind="index_dtype",
+            effect=_EFFECTS[reaction],
+            kernel=contract.name,
+            tensor=name,
+            dtype=_dtype(tensor),
+            value=value,
+            required=required,
         )
-    return found
 
 
-def _find_unsupported(contract: Contract, call: KernelCall) -> list[Violation]:
-    """Return a violation for each size, dtype or option that the kernel does not support."""
+def _unsupported(contract: Contract, call: KernelCall) -> Iterator[tuple[str, object, str]]:
+    """Yield each size, dtype or option that the kernel does not support, and what it supports."""
     limits: list[tuple[str, object, tuple[object, ...]]] = [
         ("kv_cache_dtype", call.kv_cache_dtype, contract.kv_cache_dtypes),
         ("dtype", _dtype(call.query), contract.dtypes),
         ("head_size", call.query.shape[2], contract.head_sizes),
         ("block_size", call.block_size, contract.block_sizes),
     ]
-    found = [
-        (name, value, ", ".join(map(str, allowed)))
-        for name, value, allowed in limits
-        if allowed and value not in allowed
-    ]
+    for name, value, allowed in limits:
+        if allowed and value not in allowed:
+            yield name, value, ", ".join(map(str, allowed))
     if call.softcap is not None and contract.softcap == "none":
-        found.append(("softcap", call.softcap, "none"))
+        yield "softcap", call.softcap, "none"
     if call.block_size % contract.block_size_multiple:
-        multiples = f"multiples of {contract.block_size_multiple}"
-        found.append(("block_size", call.block_size, multiples))
-    violations = [
-        Violation(
-            kind="unsupported",
-            effect="rejected",
-            kernel=contract.name,
-            parameter=name,
-            value=value,
-            required=allowed,
-        )
-        for name, value, allowed in found
-    ]
-    return violations + ([] if call.sinks is None else _sinks(contract, call, call.sinks))
+        yield "block_size", call.block_size, f"multiples of {contract.block_size_multiple}"
 
 
-def _sinks(contract: Contract, call: KernelCall, sinks: torch.Tensor) -> list[Violation]:
-    """Return a violation if the kernel does not support the call's attention sinks."""
-    dtype = None
-    if contract.sinks == "none":
-        value, required = "given", "none"
-    elif contract.sinks == "without alibi" and call.alibi_slopes is not None:
-        value, required = "given with alibi_slopes", "one of the two"
-    elif contract.sink_dtypes and _dtype(sinks) not in contract.sink_dtypes:
-        dtype = value = _dtype(sinks)
-        required = ", ".join(contract.sink_dtypes)
-    else:
-        return []
-    violation = Violation(
-        kind="unsupported",
-        effect="rejected",
-        kernel=contract.name,
-        tensor="sinks",
-        dtype=dtype,
-        value=value,
-        required=required,
-    )
-    return [violation]
-
-
-def _find_key_layout(contract: Contract, call: KernelCall) -> list[Violation]:
-    """Return a violation if the kernel assumes another innermost size x of the key cache."""
-    x, bytes_ = call.key_cache.shape[4], call.key_cache.element_size()
-    if not contract.key_x_bytes or x * bytes_ == contract.key_x_bytes:
-        return []
-    violation = Violation(
-        kind="key_layout",
-        effect="silent",
-        kernel=contract.name,
-        tensor="key_cache",
-        value=x,
-        required=contract.key_x_bytes // bytes_,
-    )
-    return [violation]
-
-
-def _find_short_scratch(contract: Contract, call: KernelCall) -> list[Violation]:
-    """Return a violation if max_seq_len gives the ROCm kernel too few partitions of scratch memory.
-
-    ``value`` and ``required`` are numbers of partitions.
-    """
-    if contract.name != ROCM_DECODE:
-        return []
-    partitions = -(-call.max_seq_len // PARTITION_SIZE)
-    lens = cached_lens(contract, call)
-    needed = -(-int(lens.max()) // PARTITION_SIZE)
-    if needed <= partitions:
-        return []
-    violation = Violation(
-        kind="short_scratch",
-        effect="silent",
-        kernel=contract.name,
-        parameter="max_seq_len",
-        sequence=int(lens.argmax()),
-        value=partitions,
-        required=needed,
-    )
-    return [violation]
-
-
-def _find_default_scale(call: KernelCall, target: Target) -> list[Violation]:
-    """Return a violation if sm_scale is not passed and the op derives it from the number of heads.
+def _default_scale(call: KernelCall, target: Target) -> Iterator[Violation]:
+    """Yield a violation if sm_scale is not passed and the op derives it from the number of heads.
 
     ``value`` is the size that the op uses, ``required`` the head size.
     """
     _, num_heads, head_size = call.query.shape
-    if call.sm_scale is not None or default_scale(call, target) == 1.0 / math.sqrt(head_size):
-        return []
-    violation = Violation(
-        kind="default_scale",
-        effect="silent",
-        kernel=call.op,
-        parameter="sm_scale",
-        value=num_heads,
-        required=head_size,
-    )
-    return [violation]
+    if call.sm_scale is None and default_scale(call, target) != 1.0 / math.sqrt(head_size):
+        yield Violation(
+            kind="default_scale",
+            effect="silent",
+            kernel=call.op,
+            parameter="sm_scale",
+            value=num_heads,
+            required=head_size,
+        )
 
 
-def _find_unwritten_rows(contracts: Iterable[Contract], call: KernelCall) -> list[Violation]:
-    """Return one violation for each sequence with output rows that no kernel writes."""
+def _rows(contracts: Iterable[Contract], call: KernelCall) -> Iterator[Violation]:
+    """Yield one violation for each sequence with output rows that no kernel writes."""
     unwritten = unwritten_rows(contracts, call)
-    found: list[Violation] = []
-    if not unwritten.any():
-        return found
-    for seq, (first, end) in enumerate(pairwise(call.query_start_loc.tolist())):
+    starts = call.query_start_loc.tolist() if unwritten.any() else []
+    for seq, (first, end) in enumerate(pairwise(starts)):
         rows = torch.nonzero(unwritten[first:end]).flatten() + first
         if len(rows):
-            violation = Violation(
+            yield Violation(
                 kind="unwritten_rows",
                 effect="silent",
                 kernel="",
@@ -339,20 +266,15 @@ def _find_unwritten_rows(contracts: Iterable[Contract], call: KernelCall) -> lis
                 count=len(rows),
                 value=end - first,
             )
-            found.append(violation)
-    return found
 
 
-def _slots(reads: ContractReads) -> list[Violation]:
-    """Return up to two violations for a sequence: slots without a token, and with another token."""
-    found: list[Violation] = []
-    if not reads.states.any():  # state 0 is OWN
-        return found
+def _slots(reads: ContractReads) -> Iterator[Violation]:
+    """Yield up to two violations for a sequence: slots without a token, and with another token."""
     for kind, states in (("unwritten_slot", EMPTY), ("foreign_slot", FOREIGN)):
-        wrong = reads.having(states)
-        if len(wrong):
+        # state 0 is OWN
+        if bool(reads.states.any()) and len(wrong := reads.having(states)):
             i = int(wrong[0])
-            violation = Violation(
+            yield Violation(
                 kind=kind,
                 effect="silent",
                 kernel=reads.kernel,
@@ -363,8 +285,6 @@ def _slots(reads: ContractReads) -> list[Violation]:
                 slot=int(reads.slots[i]),
                 count=len(wrong),
             )
-            found.append(violation)
-    return found
 
 
 def _dtype(tensor: torch.Tensor) -> str:

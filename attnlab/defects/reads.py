@@ -397,6 +397,13 @@ HEADS = family(
         _by_tile,
     ),
     fault(
+        "keys_and_values_exchanged",
+        "keys are read as values, and values as keys",
+        "",
+        lambda at: at.change(key=at.inputs.value, value=at.inputs.key),
+        lambda problem: problem.call.query.shape[2] == problem.call.buffer.shape[2],
+    ),
+    fault(
         "output_of_next_head",
         "each head's output is the output of the next head",
         "HipKittens #22",

@@ -17,9 +17,8 @@ from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.fields import refuse
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.dispatch import decide, kernels_of
 from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.confirmation import is_general, rules_of

@@ -358,15 +358,14 @@ def _true_of_outside(
 
 
 def rules_of(problem: Problem) -> tuple[Defect, ...]:
-    """Return the rules beyond the catalogue that a call allows."""
-    return (
-        *address_defects(problem),
-        *output_defects(problem),
-        *softmax_defects(problem),
-        *loop_defects(problem),
-        *mask_defects(problem),
-        *scratch_defects(problem),
-    )
+    """Return the rules beyond the catalogue that a call allows.
+
+    Those about addresses and scratch memory know one size of heads: none for values narrower than keys.
+    """
+    kinds = [softmax_defects, loop_defects, mask_defects]
+    if problem.call.query.shape[2] == problem.call.buffer.shape[2]:
+        kinds = [address_defects, output_defects, *kinds, scratch_defects]
+    return tuple(one for kind in kinds for one in kind(problem))
 
 
 def _explanations(lab: Lab, case: Case, rerun: Rerun) -> tuple[list[Candidate], set[str]]:

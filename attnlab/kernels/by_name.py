@@ -9,6 +9,7 @@ the same table.
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,64 +27,46 @@ from attnlab.tensors.case_call import flash
 
 # All keys of a sequence, in ops that read every key from the cache; of ops that get new tokens, those before.
 CONTEXT_LENS = "context_lens"
+# By field, the names of parameters that stand for it; without any, its own.
+_ROWS = """\
+query: query q
+key_cache: key_cache k_cache k_buffer
+value_cache: value_cache v_cache v_buffer
+key: key k
+value: value v
+output: output out o
+block_table: block_table block_tables b_loc req_to_token page_table block_offsets
+request_index: b_req_idx req_pool_indices
+token_starts: kv_indptr
+token_slots: kv_indices
+seq_lens: seq_lens seqused_k b_seq_len cache_seqlens kv_seqlens kv_lens context_lens
+query_start_loc: query_start_loc cu_seqlens_q b_start_loc cum_seq_lens_q qo_indptr q_start_loc
+slot_mapping
+max_query_len: max_query_len max_seqlen_q max_input_len max_q_len
+max_seq_len: max_seq_len max_seqlen_k max_kv_len
+sm_scale: sm_scale softmax_scale scale
+k_scale: k_scale k_descale
+v_scale: v_scale v_descale
+softcap: softcap logit_cap logits_soft_cap
+alibi_slopes
+sinks: sinks s_aux
+sliding_window
+kv_cache_dtype
+q_scale: q_scale q_descale
+output_scale: output_scale fp8_out_scale
+causal: causal is_causal
+mm_prefix_range
+mm_prefix_clamp_sliding_window
+rswa_prefix_lens
+chunk_lookback
+qq_bias
+lse: lse softmax_lse
+before
+op
+layout"""
 NAMES: dict[str, tuple[str, ...]] = {
-    "query": ("query", "q"),
-    "key_cache": ("key_cache", "k_cache", "k_buffer"),
-    "value_cache": ("value_cache", "v_cache", "v_buffer"),
-    "key": ("key", "k"),
-    "value": ("value", "v"),
-    "output": ("output", "out", "o"),
-    "block_table": (
-        "block_table",
-        "block_tables",
-        "b_loc",
-        "req_to_token",
-        "page_table",
-        "block_offsets",
-    ),
-    "request_index": ("b_req_idx", "req_pool_indices"),
-    "token_starts": ("kv_indptr",),
-    "token_slots": ("kv_indices",),
-    "seq_lens": (
-        "seq_lens",
-        "seqused_k",
-        "b_seq_len",
-        "cache_seqlens",
-        "kv_seqlens",
-        "kv_lens",
-        CONTEXT_LENS,
-    ),
-    "query_start_loc": (
-        "query_start_loc",
-        "cu_seqlens_q",
-        "b_start_loc",
-        "cum_seq_lens_q",
-        "qo_indptr",
-        "q_start_loc",
-    ),
-    "slot_mapping": ("slot_mapping",),
-    "max_query_len": ("max_query_len", "max_seqlen_q", "max_input_len", "max_q_len"),
-    "max_seq_len": ("max_seq_len", "max_seqlen_k", "max_kv_len"),
-    "sm_scale": ("sm_scale", "softmax_scale", "scale"),
-    "k_scale": ("k_scale", "k_descale"),
-    "v_scale": ("v_scale", "v_descale"),
-    "softcap": ("softcap", "logit_cap", "logits_soft_cap"),
-    "alibi_slopes": ("alibi_slopes",),
-    "sinks": ("sinks", "s_aux"),
-    "sliding_window": ("sliding_window",),
-    "kv_cache_dtype": ("kv_cache_dtype",),
-    "q_scale": ("q_scale", "q_descale"),
-    "output_scale": ("output_scale", "fp8_out_scale"),
-    "causal": ("causal", "is_causal"),
-    "mm_prefix_range": ("mm_prefix_range",),
-    "mm_prefix_clamp_sliding_window": ("mm_prefix_clamp_sliding_window",),
-    "rswa_prefix_lens": ("rswa_prefix_lens",),
-    "chunk_lookback": ("chunk_lookback",),
-    "qq_bias": ("qq_bias",),
-    "lse": ("lse", "softmax_lse"),
-    "before": ("before",),
-    "op": ("op",),
-    "layout": ("layout",),
+    field: tuple(names.split()) or (field,)
+    for field, _, names in (row.partition(":") for row in _ROWS.split("\n"))
 }
 # Arguments that repeat a size of the tensors: neutral if they have this value.
 SIZES: dict[str, Callable[[KernelCall], int]] = {
@@ -312,6 +295,191 @@ def _window(name: str, call: KernelCall, example: Any) -> Any:
         return window
     is_none = example is None or (isinstance(example, int) and example <= 0)
     return example if is_none else max(1, int(call.seq_lens.max()))
+
+
+# Ops whose arguments are not those of a call: pages as lists, a query with a dimension for the rows of each
+# sequence, a latent cache. The signatures are those of flash_attn 2.8, flash_mla and flashinfer 0.4.
+
+
+def _flash_decode(function: Callable[..., Any], call: KernelCall) -> Any:
+    key, value = _pages(call)
+    given = {"cache_seqlens": call.seq_lens, "block_table": call.block_table, "causal": call.causal}
+    window = (call.sliding_window - 1, 0) if call.sliding_window else None
+    others = {"window_size": window, "softcap": call.softcap, "alibi_slopes": call.alibi_slopes}
+    return _with(function, call, (_by_sequence(call), key, value), given, others)
+
+
+def _flash_mla(function: Callable[..., Any], call: KernelCall) -> Any:
+    cache, size = _latent(call)
+    plan = getattr(sys.modules.get(function.__module__), "get_mla_metadata", None)
+    per_head = call.query_lens.max().item() * call.query.shape[1]
+    both = (None, None) if plan is None else plan(call.seq_lens, per_head, 1)
+    given = (_by_sequence(call), cache, call.block_table, call.seq_lens, size, *both)
+    return _with(function, call, given, {"causal": call.causal}, {})
+
+
+def _trtllm_mla(function: Callable[..., Any], call: KernelCall) -> Any:
+    cache, size = _latent(call)
+    given = {
+        **{"query": _by_sequence(call), "kv_cache": cache[:, :, 0], "qk_nope_head_dim": 128},
+        **{"kv_lora_rank": size, "qk_rope_head_dim": call.query.shape[2] - size},
+        **_of_trtllm(call),
+    }
+    return _with(function, call, (), given, {}, scale="bmm1_scale")
+
+
+def _trtllm_decode(function: Callable[..., Any], call: KernelCall) -> Any:
+    rows = int(call.query_lens.max())
+    given = {"query": _by_sequence(call).flatten(0, 1), "kv_cache": _both(call), **_of_trtllm(call)}
+    others = {
+        **_window_left(call),
+        "sinks": call.sinks,
+        "q_len_per_req": rows if rows > 1 else None,
+    }
+    return _with(function, call, (), {**given, "kv_layout": "NHD"}, others, scale="bmm1_scale")
+
+
+def _trtllm_context(function: Callable[..., Any], call: KernelCall) -> Any:
+    lens = torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
+    given = {"query": call.query, "kv_cache": _both(call), **_of_trtllm(call), "bmm2_scale": 1.0}
+    given |= {"max_q_len": call.max_query_len, "max_kv_len": given.pop("max_seq_len")}
+    given |= {"batch_size": len(call.seq_lens), "cum_seq_lens_q": call.query_start_loc}
+    given |= {"cum_seq_lens_kv": lens, "kv_layout": "NHD"}
+    others = {**_window_left(call), "sinks": call.sinks}
+    return _with(function, call, (), given, others, scale="bmm1_scale")
+
+
+def _wrapper(kind: Callable[..., Any], call: KernelCall) -> Any:
+    """Plan and run a wrapper of FlashInfer."""
+    size, wrapper = call.block_size, kind(_workspace(call), "NHD")
+    counts = -(-call.seq_lens // size)
+    pages = [row[:count] for row, count in zip(call.block_table, counts.tolist(), strict=True)]
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    heads = (call.query.shape[1], call.key.shape[1], call.query.shape[2], size)
+    lists = (starts, torch.cat(pages).int(), (call.seq_lens - (counts - 1) * size).int(), *heads)
+    is_prefill = kind.__name__.startswith("BatchPrefill")
+    given = {"causal": call.causal} if is_prefill else {}
+    others = {**_window_left(call), "logits_soft_cap": call.softcap}
+    first = (call.query_start_loc, *lists) if is_prefill else lists
+    _with(wrapper.plan, call, first, given, others, scale="sm_scale")
+    return wrapper.run(call.query, _both(call))
+
+
+NATIVE: Mapping[str, Callable[[Callable[..., Any], KernelCall], Any]] = {
+    "flash_attn_with_kvcache": _flash_decode,
+    "flash_mla_with_kvcache": _flash_mla,
+    "trtllm_batch_decode_with_kv_cache_mla": _trtllm_mla,
+    "trtllm_batch_decode_with_kv_cache": _trtllm_decode,
+    "trtllm_batch_context_with_kv_cache": _trtllm_context,
+    "BatchDecodeWithPagedKVCacheWrapper": _wrapper,
+    "BatchPrefillWithPagedKVCacheWrapper": _wrapper,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Native(ByName):
+    """A kernel that calls an op of :data:`NATIVE`, or plans and runs a wrapper of FlashInfer."""
+
+    @property
+    def op(self) -> str:
+        """Return the op whose arguments describe these calls."""
+        return UNIFIED
+
+    @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        """Return the scales that a call must not have."""
+        return ("k_scale", "v_scale")
+
+    def check(self, spec: str) -> None:
+        """Check nothing: the arguments are known."""
+
+    def __call__(self, call: KernelCall) -> None:
+        """Call the op and write what it returns. Raises Unsupported for what it cannot do."""
+        returned = NATIVE[self.function.__name__](self.function, call)
+        found = output_of(returned)[0]
+        if found is not None:
+            call.buffer.copy_(found.reshape(call.buffer.shape))
+
+
+def kernel_of(function: Callable[..., Any], example: Mapping[str, Any] | None = None) -> ByName:
+    """Return what calls a function with the tensors of a KernelCall; ``example``: as of :class:`ByName`."""
+    kind = Native if getattr(function, "__name__", "") in NATIVE else ByName
+    return kind(function=function, example=example or {})
+
+
+def _with(
+    function: Callable[..., Any],
+    call: KernelCall,
+    first: Collection[Any],
+    given: Mapping[str, Any],
+    others: Mapping[str, Any],
+    scale: str = "softmax_scale",
+) -> Any:
+    """Call a function; of ``others`` it gets those that are not None, and must have parameters for them.
+
+    Raises Unsupported for what the call needs and the function does not have.
+    """
+    used = {name: value for name, value in others.items() if value is not None}
+    has = {*given, *used, *inspect.signature(function).parameters}
+    needed = [name for name, is_needed in _needed(call).items() if is_needed]
+    for name in (*used, *(one for one in needed if one not in _STATED)):
+        if name not in has:
+            raise Unsupported(f"{function.__name__} must have an argument {name} for this call")
+    sm_scale = call.query.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale
+    return function(*first, **given, **used, **{scale: sm_scale})
+
+
+_STATED = (
+    "query_start_loc",
+    "sm_scale",
+    "sliding_window",
+    "causal",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+)
+
+
+def _window_left(call: KernelCall) -> dict[str, Any]:
+    return {"window_left": call.sliding_window - 1 if call.sliding_window else None}
+
+
+def _by_sequence(call: KernelCall) -> torch.Tensor:
+    """Return the query as [num_seqs, rows, heads, size]. Raises Unsupported for ragged queries."""
+    rows = int(call.query_lens.max())
+    if bool((call.query_lens != rows).any()):
+        raise Unsupported("every sequence must have as many new tokens")
+    rows_by_sequence: torch.Tensor = call.query.unflatten(0, (-1, rows))
+    return rows_by_sequence
+
+
+def _pages(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as [pages, tokens, heads, size]."""
+    key, value = in_layout(call.key_cache, call.value_cache, "flash")
+    return key.contiguous(), value.contiguous()
+
+
+def _both(call: KernelCall) -> torch.Tensor:
+    return torch.stack(_pages(call), 1)
+
+
+def _latent(call: KernelCall) -> tuple[torch.Tensor, int]:
+    """Return the keys of one KV head, whose first part are the values, and the size of that part."""
+    key, value = _pages(call)
+    size = value.shape[-1]
+    if key.shape[2] != 1 or not torch.equal(key[..., :size].nan_to_num(), value.nan_to_num()):
+        raise Unsupported("the values must be the first part of the keys")
+    return key, size
+
+
+def _of_trtllm(call: KernelCall) -> dict[str, Any]:
+    lens = {"block_tables": call.block_table, "seq_lens": call.seq_lens}
+    return {**lens, "max_seq_len": call.max_seq_len, "workspace_buffer": _workspace(call)}
+
+
+def _workspace(call: KernelCall) -> torch.Tensor:
+    size = 1 << 27 if call.query.is_cuda else 1
+    return torch.zeros(size, dtype=torch.uint8, device=call.query.device)
 
 
 # The record of an op that has none: its parameters get the values that parameters of their names have in the

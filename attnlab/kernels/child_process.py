@@ -173,7 +173,7 @@ class Forked:
     """A copy of this process that computes something: its id, and the read end of its pipe."""
 
     child: int
-    reader: int
+    reader: connection.Connection
 
     def kill(self) -> None:
         """End the copy; :meth:`result` must follow."""
@@ -181,40 +181,19 @@ class Forked:
 
     def result(self) -> tuple[Any, Exception | None]:
         """Wait for the copy; return what its function returned, and the exception that it raised."""
-        with os.fdopen(self.reader, "rb") as pipe:
-            answer = pipe.read()
-        _, status = os.waitpid(self.child, 0)
-        if status:
-            return None, RuntimeError(f"a process of the interpreter ended with status {status}")
-        found: tuple[Any, Exception | None] = pickle.loads(answer)
-        return found
+        is_end, found = _received(self.reader)
+        how = _ended(self.reader, self.child)
+        if not is_end:
+            return pickle.loads(found), None
+        if found is EOFError:
+            return None, RuntimeError(f"a process of the interpreter ended: {how}")
+        return None, found
 
 
 def fork(function: Callable[[], Any]) -> Forked:
-    """Call a function in a copy of this process, which uses one thread of torch.
-
-    The copy ends with os._exit, because the threads of this process do not exist in it.
-    """
-    import torch
-
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
-        parent = os.getpid()
-        child = os.fork()
-    if child:
-        os.close(writer)
-        return Forked(child, reader)
-    end_with_parent(parent)
-    found, problem = None, None
-    torch.set_num_threads(1)
-    try:
-        found = function()
-    except BaseException as error:
-        problem = restorable(error)
-    with os.fdopen(writer, "wb") as pipe:
-        pipe.write(pickle.dumps((found, problem)))
-    os._exit(0)
+    """Call a function in a copy of this process, which uses one thread of torch."""
+    reader, child = _started(lambda send: send(pickle.dumps(function())), math.inf)
+    return Forked(child, reader)
 
 
 def restorable(error: BaseException) -> Exception:

@@ -72,7 +72,7 @@ from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
-from attnlab.kernels.by_name import ByName, record_of
+from attnlab.kernels.by_name import ByName, kernel_of, record_of
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
@@ -491,7 +491,8 @@ def as_kernel(function: Callable[..., Any]) -> Kernel:
         count = len(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return function
-    return function if count < 2 or isinstance(function, ByName) else ByName(function=function)
+    is_kernel = isinstance(function, ByName)
+    return function if count < 2 or is_kernel else kernel_of(function)
 
 
 def load_kernel(name: str) -> Kernel:

@@ -9,10 +9,11 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
+from attnlab.contracts.dispatch import kernels_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, OnStep, RunOptions, ignore_step
+from attnlab.kernels.by_name import NATIVE
 from attnlab.kernels.control import run_backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.runner import ORIGIN
@@ -40,8 +41,14 @@ def backend_of_origin(call: KernelCall, device: str | None = None) -> Backend:
         raise InvalidCase(f"kernel must be {text}, got {ORIGIN}", field="kernel")
     if name is None or not call.is_foreign:
         return find_backend("vllm" if call.spec.is_triton else "vllm-cpu", None, device)
-    module, _, function = name.rpartition(".")
-    return for_call(call, find_backend(f"{module}:{function}"))
+    return for_call(call, find_backend(spec_of(name)))
+
+
+def spec_of(op: str) -> str:
+    """Return the name of a backend for an op "module.function", or for the class of "module.Class.run"."""
+    module, _, function = op.rpartition(".")
+    package, _, class_ = module.rpartition(".")
+    return f"{package}:{class_}" if class_ in NATIVE else f"{module}:{function}"
 
 
 # Run a KernelCall on a backend, in the memory layout in which it was saved.

@@ -37,7 +37,7 @@ class Package:
     - ``stubs``: returns what replaces other modules of the package, by dotted name and then by name, on a
       platform (:class:`attnlab.case.platforms.Platform`). A module without a stub has names that may not be
       called.
-    - ``library``: the folder of attnlab/library with the records, if it has another name.
+    - ``library``: the module of attnlab/library with the records, if it has another name.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Package:
     library: str = ""
 
     def __post_init__(self) -> None:
-        """Set the library, the folder of attnlab/library, to the package's name if it is not given."""
+        """Set the library, the module of attnlab/library, to the package's name if it is not given."""
         object.__setattr__(self, "library", self.library or self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,9 +101,9 @@ class Op:
 
     Abilities that no parameter shows:
 
-    - ``new_tokens_from``: where the op reads the keys and values of new tokens: "arguments", "cache", or
+    - ``new_tokens_from``: where the op reads the keys and values of new tokens: "cache", "arguments", or
       "by query_len" (the cache if query_len is 1, else the arguments).
-    - ``cache_layout``: "x-split", "flash" or "cpu", see :class:`attnlab.tensors.call.KernelCall`; None if
+    - ``cache_layout``: "flash", "x-split" or "cpu", see :class:`attnlab.tensors.call.KernelCall`; None if
       the op does not get a cache.
     - ``writes_cache``: the op's output is the cache.
     - ``prefill``: it accepts sequences with query_len > 1. ``context``: it accepts tokens before the new
@@ -147,8 +147,8 @@ class Op:
     contract_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rounding: Mapping[str, Any] = field(default_factory=dict)
     scores: bool = True
-    new_tokens_from: str
-    cache_layout: str | None
+    new_tokens_from: str = "cache"
+    cache_layout: str | None = "flash"
     writes_cache: bool = False
     prefill: bool = True
     context: bool = True
@@ -398,22 +398,21 @@ class StateOp:
 
 
 def state_ops_of(library: str) -> list[StateOp]:
-    """Return the records of ops of linear attention in the folder of a library."""
+    """Return the records of ops of linear attention of a library."""
     return _records(library, StateOp)
 
 
 def ops_of(library: str) -> list[Op]:
-    """Return the records in the folder of a library, in the order of their files."""
+    """Return the records of a library, in their order."""
     return _records(library, Op)
 
 
 def _records(library: str, kind: type[Any]) -> list[Any]:
-    package = importlib.import_module(f"attnlab.library.{library}")
-    files = sorted(one.name for one in pkgutil.iter_modules(package.__path__))
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in files]
-    return [one for module in modules for one in vars(module).values() if isinstance(one, kind)]
+    module = importlib.import_module(f"attnlab.library.{library}")
+    return [one for one in vars(module).values() if isinstance(one, kind)]
 
 
 def libraries() -> list[str]:
     """Return the names of the libraries that attnlab has records of."""
-    return sorted(p.name for p in Path(__file__).parent.iterdir() if (p / "__init__.py").is_file())
+    found = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return sorted(one.name for one in found if one.name != "op")

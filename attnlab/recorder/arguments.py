@@ -73,6 +73,7 @@ class Reading:
       ``fields["output"]``.
     - ``guessed``: what of a dense function's arguments their names do not say, of "order" (of tokens and
       heads) and "causal"; ``dims``: the dimensions of its query.
+    - ``weights``: those that attention in torch had, [batch, heads, rows, keys]; None of other calls.
     """
 
     fields: dict[str, Any]
@@ -83,6 +84,7 @@ class Reading:
     result: Callable[[Any], tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
     guessed: tuple[str, ...] = ()
     dims: int = 0
+    weights: torch.Tensor | None = None
 
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
         """Return the unknown arguments as "name=value", without those that repeat a size of the call."""
@@ -273,7 +275,7 @@ def call_of_reading(
     take_tables(reading)
     check_complete(reading)
     fields = {name: value for name, value in reading.fields.items() if value is not None}
-    read_as = [*reading.read_as, *_normalised(fields)]
+    read_as = [*reading.read_as, *_normalised(fields), *_in_float32(fields)]
     for name, value in fields.items():
         if name in _NUMBERS and name not in _SCALES and not _is_by_sequence(name, value):
             fields[name] = number_of(name, value)
@@ -293,6 +295,7 @@ def call_of_reading(
         origin = dataclasses.replace(origin, platform=_FP8_PLATFORM.get(key_cache.dtype))
     fields.setdefault("op", op)
     fields.setdefault("layout", layout)
+    read_as += _take_mask(fields)
     _drop_new_tokens(fields)
     call = KernelCall.from_tensors(
         **fields, origin=origin, unmodelled=tuple(reading.unmodelled), read_as=tuple(read_as)
@@ -327,6 +330,47 @@ def _normalised(fields: dict[str, Any]) -> list[str]:
             if name == "output":
                 done.append(f"output {tuple(given.shape)} as {tuple(fields[name].shape)}")
     return done
+
+
+def _in_float32(fields: dict[str, Any]) -> list[str]:
+    """Take arguments in float64 as float32, if they have its numbers. Changes ``fields``."""
+    kind, names = torch.float64, ("query", "key_cache", "value_cache")
+    if not all(getattr(fields[name], "dtype", None) == kind for name in names):
+        return []
+    if not all(torch.equal(fields[name].float().double(), fields[name]) for name in names):
+        raise InvalidCall("query, keys and values must be numbers of float32, got float64")
+    for name, one in fields.items():
+        if isinstance(one, torch.Tensor) and one.dtype == kind:
+            fields[name] = one.float()
+    return ["numbers of float64 as float32"]
+
+
+def _take_mask(fields: dict[str, Any]) -> list[str]:
+    """State a mask [num_seqs, rows, keys] as lengths, causality and a window, if it is no more than these.
+
+    Then these have the names of the catalogue. Changes ``fields``; returns what was done.
+    """
+    bias = fields.get("qq_bias")
+    if not isinstance(bias, torch.Tensor) or bias.dim() != 3 or fields.get("causal"):
+        return []
+    visible, (_, rows, keys) = bias == 0, bias.shape
+    number = torch.arange(keys, device=bias.device)
+    lens = torch.where(visible.any(1), number + 1, 0).amax(1)
+    back = (lens[:, None] - rows + torch.arange(rows, device=bias.device))[:, :, None] - number
+    widest = int(back.masked_fill(~visible, -1).max()) + 1
+    if not bool(((bias == -torch.inf) | visible).all()) or int(lens.min()) < rows:
+        return []
+    for text, window in {"all keys": None, "the causal mask": keys, "": widest}.items():
+        wanted = number < lens[:, None, None]
+        if window is not None:
+            wanted = wanted & (back >= 0) & (back < window)
+        if torch.equal(wanted.expand_as(visible), visible):
+            fields |= {"qq_bias": None, "causal": window is not None, "seq_lens": lens.int()}
+            fields["sliding_window"] = widest if not text else 0
+            short = bool((lens < keys).any())
+            what = text or f"the causal mask with a window of {widest} keys"
+            return [f"the mask as {what}" + ", of the first keys of each sequence" * short]
+    return []
 
 
 def _is_flat_output(output: torch.Tensor, given: torch.Size, query: torch.Tensor) -> bool:
@@ -423,12 +467,16 @@ def no_change(arguments: dict[str, Any], reading: Reading) -> None:
     """Change nothing."""
 
 
+LAUNCH = "a launch of"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
     """A function whose calls are recorded.
 
     - ``module``, ``function``: where it is defined; "Class.method" for a method.
     - ``is_plan``: the call is not recorded. Its arguments complete those of later calls of the same object.
+    - ``is_launch``: it launches a kernel of Triton, which may be attention.
     - ``op``: the op of :data:`attnlab.case.ops.OPS` that describes its arguments; None chooses by the
       layout of the cache. ``layout``: that of its cache, None to find it by the shapes.
     - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
@@ -450,11 +498,13 @@ class RecordedOp:
     is_guess: bool = False
     is_dense: bool = False
     is_plan: bool = False
+    is_launch: bool = False
 
     @property
     def name(self) -> str:
-        """Return "module.function"."""
-        return f"{self.module}.{self.function}"
+        """Return "module.function", of a kernel of Triton as a launch."""
+        name = f"{self.module}.{self.function}"
+        return f"{LAUNCH} {name}" if self.is_launch and self.is_guess else name
 
     def read(self, arguments: dict[str, Any]) -> Reading:
         """Return what the arguments hold; ``why_not`` says what they lack of attention or a cache write."""

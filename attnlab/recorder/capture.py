@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -17,14 +18,15 @@ from typing import Any, overload
 import torch
 
 from attnlab.case.fields import refuse
+from attnlab.case.ops import UNIFIED
 from attnlab.case.platforms import platform_of
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.by_name import ByName
+from attnlab.kernels.by_name import kernel_of
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.run_call import backend_of_origin
+from attnlab.kernels.run_call import backend_of_origin, spec_of
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.recorder.arguments import (
-    Bind,
+    BoundArguments,
     Reading,
     RecordedOp,
     binder,
@@ -32,11 +34,13 @@ from attnlab.recorder.arguments import (
     keep_plan,
     with_plan,
 )
-from attnlab.recorder.failing_side import Comparison
+from attnlab.recorder.chains import follow, reading_of, readings_of
+from attnlab.recorder.failing_side import CHAIN, Comparison
 from attnlab.recorder.ops import (
+    arguments_of_launch,
     copy_write,
     copy_written,
-    other_readings,
+    op_of_launch,
     recorded_ops,
     signature_of,
     write_of_reading,
@@ -58,6 +62,7 @@ class Recorded:
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
     - ``rejection``: the error that the op raised, or "".
+    - ``number``: that of the call in this process; other readings of it have the same.
     """
 
     reading: Reading
@@ -70,13 +75,22 @@ class Recorded:
     is_guess: bool = False
     function: Function | None = None
     forms: dict[str, Any] = field(default_factory=dict)
+    number: int = field(default_factory=itertools.count().__next__)
     _call: KernelCall | None = None
+
+    def is_same(self, other: "Recorded") -> bool:
+        """Answer whether another is this call, perhaps read in another way."""
+        return self.number == other.number
+
+    @property
+    def is_chain(self) -> bool:
+        """Answer whether it is attention that was written out in torch."""
+        return (self.origin.op or "").startswith(CHAIN)
 
     @property
     def kernel(self) -> str:
         """Return the name by which the commands run the function, "MODULE:FUNCTION"."""
-        module, _, function = (self.origin.op or "").rpartition(".")
-        return f"{module}:{function}"
+        return spec_of(self.origin.op or "")
 
     @property
     def spec(self) -> str:
@@ -99,7 +113,7 @@ class Recorded:
             return None
         if not self.call.is_foreign:
             return backend_of_origin(self.call)
-        kernel = ByName(function=inspect.unwrap(self.function), example=self.forms)
+        kernel = kernel_of(inspect.unwrap(self.function), self.forms)
         return PluginBackend(spec=self.kernel, function=kernel, stands_for=self.call.op)
 
     @property
@@ -133,7 +147,7 @@ class Recorded:
 
     def other_readings(self) -> Iterator["Recorded"]:
         """Yield the call as its arguments may be meant, too; nothing if they say how they are meant."""
-        for reading in other_readings(self.reading):
+        for reading in readings_of(self.reading):
             yield dataclasses.replace(self, reading=reading, _call=None)
 
 
@@ -208,6 +222,8 @@ class Capture:
 
     - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
       :func:`attnlab.recorder.ops.recorded_ops`.
+    - ``chains``: attention that was written out in torch (:mod:`attnlab.recorder.chains`), if
+      :meth:`follow` is told of torch's functions.
     - ``left_out``: why a call of a known op was not recorded, the last reason by the op's name.
     - ``origin``: what the caller knows about the calls' origin; it may change between calls.
     - ``host``: copy to CPU memory. Each call then waits for the GPU, and its copies survive a kernel that
@@ -222,6 +238,7 @@ class Capture:
         if type(keep) is not int or keep < 1:
             refuse("keep", "a whole number from 1", keep)
         self.calls = Calls(keep)
+        self.chains: deque[Recorded] = deque(maxlen=keep)
         self.left_out: dict[str, str] = {}
         self.origin = Origin()
         self._host = host
@@ -251,6 +268,30 @@ class Capture:
         self._is_active = False
         self._patches.remove()
 
+    def follow(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Record attention that a function of torch completes, unless a recorded op calls it."""
+        if getattr(_inside, "is_known", False):
+            return
+        try:
+            with torch.no_grad(), not_recording():
+                chain = follow(name, args, result)
+                reading = None if chain is None else reading_of(chain)
+                if chain is None or reading is None or reading.result is None:
+                    return
+                output = reading.result(chain.output)[0]
+                fields = {**reading.fields, "output": output, "weights": reading.weights}
+                fields = self._kept({n: _copied(one) for n, one in fields.items()})
+                reading.weights = fields.pop("weights")
+                reading.fields = fields
+                origin = dataclasses.replace(self.origin, op=f"{CHAIN} in {chain.place}")
+                self.chains.append(
+                    Recorded(
+                        reading=reading, op=UNIFIED, layout="HND", origin=origin, is_guess=True
+                    )
+                )
+        except Exception as error:
+            self._failed(CHAIN, error)
+
     def _failed(self, what: str, error: Exception) -> None:
         """Log the first error of this capture."""
         if not self._logged:
@@ -269,32 +310,60 @@ class Capture:
 
         @functools.wraps(original)
         def recording(*args: Any, **kwargs: Any) -> Any:
-            is_op = not self._is_active or getattr(_inside, "is_op", False)
-            if is_op or torch.compiler.is_compiling():
+            if not self._is_recording():
                 return original(*args, **kwargs)
-            before = self._before(op, bind, args, kwargs)
+            before = self._before(op, lambda: bind(args, kwargs))
             if before is not None:
-                before.function = None if op.is_dense or "." in op.function else original
-            with not_recording(), noting_bfloat16() as undecided:
-                try:
-                    result = original(*args, **kwargs)
-                except Exception as error:
-                    self._after(before, None, f"{type(error).__name__}: {error}")
-                    raise
-            if before is not None and undecided:
-                before.origin = dataclasses.replace(before.origin, backend=STOCK_BFLOAT16)
-            self._after(before, result, "")
-            return result
+                is_method = "." in op.function
+                before.function = None if op.is_dense else type(args[0]) if is_method else original
+            is_in_torch = op.is_guess and op.is_dense
+            return self._called(before, lambda: original(*args, **kwargs), is_in_torch)
 
-        return recording
+        @functools.wraps(original)
+        def launching(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            def launch() -> Any:
+                return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-    def _before(self, op: RecordedOp, bind: Bind, args: Any, kwargs: Any) -> Recorded | None:
+            found = None if warmup or not self._is_recording() else op_of_launch(kernel.fn)
+            if found is None:
+                return launch()
+            one, names = found
+            before = self._before(one, lambda: arguments_of_launch(kernel, names, args, kwargs))
+            return self._called(before, launch, written=True)
+
+        return launching if op.is_launch else recording
+
+    def _is_recording(self) -> bool:
+        """Answer whether a call is recorded: one of another op, and compiled code, is not."""
+        is_op = not self._is_active or getattr(_inside, "is_op", False)
+        return not is_op and not torch.compiler.is_compiling()
+
+    def _called(
+        self,
+        before: Recorded | None,
+        original: Callable[[], Any],
+        is_in_torch: bool = False,
+        written: bool = False,
+    ) -> Any:
+        """Make a call, and record what it wrote. ``written``: it writes its output, whatever it returns."""
+        with not_recording(but_chains=is_in_torch), noting_bfloat16() as undecided:
+            try:
+                result = original()
+            except Exception as error:
+                self._after(before, None, f"{type(error).__name__}: {error}")
+                raise
+        if before is not None and undecided:
+            before.origin = dataclasses.replace(before.origin, backend=STOCK_BFLOAT16)
+        self._after(before, None if written else result, "")
+        return result
+
+    def _before(self, op: RecordedOp, arguments: Callable[[], BoundArguments]) -> Recorded | None:
         """Return the call with copies of its inputs, or None if it is not recorded."""
         try:
             with torch.no_grad(), not_recording():
                 if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
-                bound = bind(args, kwargs)
+                bound = arguments()
                 if op.is_plan:
                     keep_plan(bound)
                     return None
@@ -357,6 +426,10 @@ class Capture:
         return {**fields, **moved(tensors, "cpu")}
 
 
+def _copied(value: Any) -> Any:
+    return copied(value) if isinstance(value, torch.Tensor) else value
+
+
 def _written(one: Recorded) -> dict[str, Any]:
     """Return copies of what a call wrote."""
     if one.is_write:
@@ -365,14 +438,17 @@ def _written(one: Recorded) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def not_recording() -> Iterator[None]:
-    """Record no ops that are called inside: an op's own, and those of attnlab."""
-    outer = getattr(_inside, "is_op", False)
-    _inside.is_op = True
+def not_recording(*, but_chains: bool = False) -> Iterator[None]:
+    """Record no ops that are called inside: an op's own, and those of attnlab.
+
+    ``but_chains``: record attention that is written out in torch.
+    """
+    outer = getattr(_inside, "is_op", False), getattr(_inside, "is_known", False)
+    _inside.is_op, _inside.is_known = True, outer[1] or not but_chains
     try:
         yield
     finally:
-        _inside.is_op = outer
+        _inside.is_op, _inside.is_known = outer
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from attnlab.diagnosis.candidates import locate
 from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_ran
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
-from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.arguments import LAUNCH
+from attnlab.recorder.patches import Function, Patches, note_of, set_note
 from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import distance
@@ -42,7 +43,8 @@ class Comparison:
     """One comparison: both tensors, the tolerances, and whether it passed.
 
     An element passes if its difference is at most atol + rtol × |expected|. ``reason``: the first line of the
-    error, if it raised one.
+    error, if it raised one. ``is_measured``: the test computed a difference itself; whether it passed, and
+    with which tolerance, is unknown (False, 0).
     """
 
     actual: torch.Tensor
@@ -51,6 +53,7 @@ class Comparison:
     rtol: float
     passed: bool
     reason: str = ""
+    is_measured: bool = False
 
     @property
     def is_close(self) -> bool:
@@ -76,6 +79,7 @@ class Comparisons:
         host: bool = False,
     ) -> None:
         self.last: deque[Comparison] = deque(maxlen=keep)
+        self.measured: deque[Comparison] = deque(maxlen=keep)  # differences
         self.has_failed = False  # since it was last set, whether recorded or not
         self._sizes = sizes
         self._on_error = on_error
@@ -93,12 +97,28 @@ class Comparisons:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside the context, where attnlab itself compares tensors."""
-        self._is_paused = True
+        """Record nothing inside the context, where attnlab or a comparison itself compares tensors."""
+        outer, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused = outer
+
+    def follow(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Record a comparison by a function or method of torch, or the size of a difference."""
+        if self._is_paused or len(args) < 1:
+            return
+        if name in _SUBTRACTIONS:
+            if len(args) > 1 and _are_alike(*args[:2]) and isinstance(result, torch.Tensor):
+                set_note(result, _Difference(*args[:2]))
+        elif name in _COMPARED_BY:
+            error = result if isinstance(result, RuntimeError) else None
+            passed = bool(result.all()) if name == "isclose" and error is None else bool(result)
+            self._add(_COMPARED_BY[name], args, {}, passed and error is None, error)
+        elif name in _SIZES_OF_TWO and len(args) > 1:
+            self._add(_equal, args[:2], {}, None)
+        elif name in _SIZES and isinstance(difference := note_of(args[0]), _Difference):
+            self._add(_equal, (difference.left, difference.right), {}, None)
 
     def _wrapper(self, module: str, function: str, original: Function) -> Function:
         read = _READERS[module][function]
@@ -107,7 +127,8 @@ class Comparisons:
         def observed(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             try:
-                result = original(*args, **kwargs)
+                with self.paused():
+                    result = original(*args, **kwargs)
             except (AssertionError, RuntimeError) as error:
                 self._add(read, args, kwargs, False, error)
                 raise
@@ -121,15 +142,16 @@ class Comparisons:
         read: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        passed: bool,
+        passed: bool | None,
         error: Exception | None = None,
     ) -> None:
+        """Record a comparison. ``passed``: None if the test computed a difference itself."""
         if self._is_paused:
             return
         try:
             found = read(*args, **kwargs)
-            self.has_failed |= not passed
-            if found is None or not self._is_of_interest(found[0].numel(), passed):
+            self.has_failed |= not passed and found is not None
+            if found is None or not self._is_of_interest(found[0].numel(), bool(passed)):
                 return
             *tensors, atol, rtol = found
             if isinstance(error, RuntimeError) and tensors[0].dtype == tensors[1].dtype:
@@ -140,10 +162,11 @@ class Comparisons:
                 expected=expected,
                 atol=atol,
                 rtol=rtol,
-                passed=passed,
+                passed=bool(passed),
                 reason=next(iter(str(error or "").splitlines()), ""),
+                is_measured=passed is None,
             )
-            self.last.append(one)
+            (self.measured if one.is_measured else self.last).append(one)
         except Exception as problem:
             self._on_error("a comparison", problem)
 
@@ -190,13 +213,40 @@ def _numpy_allclose(
     return _assert_close(torch.as_tensor(actual), torch.as_tensor(desired), rtol=rtol, atol=atol)
 
 
+def _numpy_close(
+    a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, *_: Any, **__: Any
+) -> Compared:
+    """Return what numpy.allclose compares."""
+    return _numpy_allclose(a, b, rtol, atol)
+
+
 _READERS: dict[str, dict[str, Callable[..., Compared]]] = {
     "torch.testing": {"assert_close": _assert_close},
     "torch.testing._comparison": {"assert_close": _assert_close},
-    "torch": {"allclose": _allclose, "equal": _equal},
+    "numpy": {"allclose": _numpy_close},
     "numpy.testing": {"assert_allclose": _numpy_allclose},
     "numpy.testing._private.utils": {"assert_allclose": _numpy_allclose},
 }
+# Functions and methods of torch: comparisons, and sizes of a difference.
+_COMPARED_BY: dict[str, Callable[..., Compared]] = {
+    "allclose": _allclose, "isclose": _allclose, "equal": _equal,
+}  # fmt: skip
+_SUBTRACTIONS = ("sub", "subtract", "rsub")
+_SIZES_OF_TWO = ("cosine_similarity", "mse_loss", "l1_loss", "smooth_l1_loss", "dist")
+_SIZES = ("abs", "absolute", "norm", "vector_norm", "linalg_vector_norm", "pow", "square", "mul")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Difference:
+    """The two tensors that a difference is of."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def _are_alike(left: Any, right: Any) -> bool:
+    both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+    return both and left.shape == right.shape and left.numel() > 1
 
 
 # A test's comparison of a written cache: which half it is, and where its expected value is wrong.
@@ -355,6 +405,8 @@ def match_of(call: KernelCall, tensor: torch.Tensor) -> Match | None:
     output, tensor = call.output.cpu(), tensor.cpu()
     if tensor.numel() > output.numel():
         return None
+    if output.dtype == torch.float32 and tensor.dtype == torch.float64:
+        tensor = tensor.float()  # the call may have been made in float64
     whole = _whole(call, output, tensor) if tensor.numel() == output.numel() else None
     if whole is not None or has_scaled_output(call):
         return whole
@@ -478,19 +530,31 @@ def judge(
                 side = _side_of_output(diagnosis)
             if side == "the expected value" and not other.is_wrong and maker is not None:
                 side, evidence = "the test's arguments", _other_arguments(call, maker)
+                evidence += _of_expected(call, comparison)
         if side == "the expected value" and _is_at_bottom_right(call, comparison):
             evidence += f"; it is exact {_BOTTOM_RIGHT}"
+        elif side == "the expected value":
+            evidence += _of_expected(call, comparison)
         own = dataclasses.replace(comparison, expected=comparison.actual)
         if side == "the kernel" and _is_at_bottom_right(call, own):
             side = "the test's arguments"
             evidence += f"; the output is exact {_BOTTOM_RIGHT}"
     return Judgement(
-        side=side,
+        side=_or_arguments(side, call.origin.op or ""),
         evidence=evidence,
         diagnosis=diagnosis,
         comparison=comparison,
         read_as=call.read_as,
     )
+
+
+def _or_arguments(side: str, op: str) -> str:
+    """Return a side of a call whose arguments nobody checked, or which the test computes."""
+    if side == "the kernel" and op.startswith(UNRECORDED):
+        return "the kernel, or its arguments"
+    if side == "the expected value" and op.startswith((*TORCHS, LAUNCH)):
+        return "the expected value, or the arguments"
+    return side
 
 
 _BOTTOM_RIGHT = (
@@ -508,6 +572,69 @@ def _is_at_bottom_right(call: KernelCall, comparison: Comparison) -> bool:
     lens = torch.full_like(call.seq_lens, keys)
     aligned = dataclasses.replace(call, seq_lens=lens, max_seq_len=keys)
     return not _errors_of_expected(aligned, comparison)[2]
+
+
+def _of_expected(call: KernelCall, comparison: Comparison) -> str:
+    """Return how a wrong expected value differs from the attention of the arguments, "" if that is unknown.
+
+    It is diagnosed as an output of the call. What a test computed with more precision is not rounded as the
+    output's dtype rounds, which the bounds cover.
+    """
+    match = match_of(call, comparison.actual)
+    if call.spec.writes_cache or match is None or not match.is_whole:
+        return ""
+    expected = match.spread(comparison.expected, _rest(call, match)).to(call.buffer.dtype)
+    found = _diagnosis(dataclasses.replace(call, output=expected))
+    if found is None or found.status not in ("explained", "ambiguous", "described"):
+        return ""
+    names = [one.text for one in found.explanations[:_MOST_CAUSES]]
+    text = " or ".join(names) if found.status != "described" else found.conclusion
+    return f"; in the expected value, {text}"
+
+
+def agrees(call: KernelCall, comparison: Comparison, *, exactly: bool) -> bool:
+    """Answer whether the expected value of a comparison is the attention of a call within the tolerance.
+
+    Without ``exactly``: whether the output is, up to rounding.
+    """
+    if not exactly:
+        comparison = dataclasses.replace(comparison, expected=comparison.actual, atol=0.0, rtol=0.0)
+    return not _errors_of_expected(call, comparison)[2]
+
+
+UNRECORDED = "code that was not recorded"
+CHAIN = "softmax(q @ k.T) @ v"
+TORCHS = ("torch.", CHAIN)  # attention whose arguments a test computes: they are as likely wrong
+_MOST_CAUSES = 2  # in a text
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def stand_in(call: KernelCall, comparison: Comparison) -> KernelCall | None:
+    """Return an exact call with the other output of a comparison, that of code that was not recorded.
+
+    ``comparison.expected`` must be the call's output. The other output is taken to be rounded as the
+    narrowest dtype that holds the arguments rounds: a test converts them for its reference. None if the
+    call is not exact, or if a GPU may have rounded float32 as TF32.
+    """
+    match, found = match_of(call, comparison.expected), _diagnosis(call)
+    if match is None or not match.is_whole or found is None or found.status != "nothing wrong":
+        return None
+    call = call.cpu()
+    tensors = {name: getattr(call, name) for name in ("query", "key", "value", *_CACHES)}
+    kind = next((kind for kind in _NARROW if _holds(kind, tensors.values())), torch.float32)
+    if kind == torch.float32 and call.origin.platform is not None:
+        return None
+    output = match.spread(comparison.actual, call.buffer)
+    narrow = {name: one.to(kind) for name, one in tensors.items() if one is not None}
+    return dataclasses.replace(call, **narrow, output=output.to(kind), before=None)
+
+
+_CACHES = ("key_cache", "value_cache")
+
+
+def _holds(kind: torch.dtype, tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Answer whether a dtype has all the numbers of some tensors."""
+    return all(one is None or torch.equal(one.to(kind).to(one.dtype), one) for one in tensors)
 
 
 def _diagnosis(call: KernelCall) -> Diagnosis | None:
@@ -581,6 +708,9 @@ def _decide(
 def _of_right_values(comparison: Comparison, off: float, expected: str) -> tuple[str, str]:
     """Return the side and the evidence if output and expected value are both right."""
     allowed = f"atol {comparison.atol:g}, rtol {comparison.rtol:g}"
+    if comparison.is_measured:
+        exact = f"output and {expected} are both exact up to rounding ({off:.3g} in the latter)"
+        return "neither", f"{exact}; the test's own limit is not known"
     if comparison.passed:
         return "neither", f"output and {expected} agree within {allowed}"
     if not comparison.is_close:

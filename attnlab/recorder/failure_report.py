@@ -21,8 +21,20 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.kernels.child_process import can_copy, run_in_copy
 from attnlab.kernels.triton.interpreter import limit_processes
+from attnlab.recorder.arguments import LAUNCH
 from attnlab.recorder.capture import Recorded, from_here, not_recording
-from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
+from attnlab.recorder.failing_side import (
+    CHAIN,
+    TORCHS,
+    UNRECORDED,
+    Comparison,
+    Judgement,
+    agrees,
+    judge,
+    match_of,
+    output_matches,
+    stand_in,
+)
 from attnlab.reports.pages import render_page
 from attnlab.reports.shared_page import call_pictures
 from attnlab.show import sheets
@@ -76,15 +88,19 @@ def report_failure(
     comparisons: Sequence[Comparison],
     folder: Path,
     seconds: float = 0.0,
+    left_out: str = "",
 ) -> FailureReport:
     """Return the report of a failing test, and write its call and page to ``folder``/<node id>/.
 
-    ``recorded`` must not be empty. A call that cannot be read or written is reported in one line.
-    ``seconds``: of processor time, for runs of the kernel.
+    ``recorded`` must not be empty; attention that was written out in torch comes last. A call that cannot be
+    read or written is reported in one line. ``seconds``: of processor time, for runs of the kernel.
+    ``left_out``: the calls that were not recorded, and why.
     """
     report = FailureReport()
     try:
         _fill(report, node_id, recorded, comparisons, folder, seconds)
+        if left_out:
+            report.facts.insert(1, ("not read", left_out))
     except RuntimeError as error:  # torch's, after a kernel has broken the GPU's context
         lost = FailureReport()
         lost.add("op", f"{recorded[-1].origin.op}, the last of {len(recorded)} calls")
@@ -110,20 +126,22 @@ def _fill(
 ) -> None:
     """Add all facts to a report, and write its files."""
     one, comparison = _call_and_comparison(recorded, comparisons)
+    if one.is_guess and comparison is not None:
+        one, comparison = _as_meant(one, comparison, recorded, comparisons)
     judgement, failure = None, None
     try:
         one, judgement = _judged(one, comparison, recorded)
     except AttnLabError as error:
         failure = error
-    number = list(recorded).index(one) + 1
-    if judgement is not None and one.is_guess and not _confirms_reading(judgement):
-        one, judgement = _read_again(one, recorded, comparisons) or (one, judgement)
+    alike = [other for other in recorded if other.is_chain == one.is_chain] or list(recorded)
+    number = next((n for n, other in enumerate(alike, 1) if other.is_same(one)), len(alike))
     unknown = () if judgement is None else judgement.diagnosis.undecided_by
     if unknown:
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
-    report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
+    report.add("op", f"{one.origin.op}, call {number} of the last {len(alike)}")
     if judgement is not None and one.is_guess and not _confirms_reading(judgement):
-        report.add("not decided", _NOT_CONFIRMED.format(one.kernel))
+        is_named = not (one.origin.op or "").startswith((CHAIN, LAUNCH))
+        report.add("not decided", _NO_ATTENTION.format(one.kernel) if is_named else _NOT_CONFIRMED)
         judgement = None
     found = None
     if judgement is not None:
@@ -140,33 +158,41 @@ def _fill(
     _write(report, node_id, one, judgement, found, folder)
 
 
-_NOT_CONFIRMED = (
+_NOT_CONFIRMED = "the test compares its output with nothing that was recognised as the attention of its arguments"
+_NO_ATTENTION = (
     "the function has the arguments of attention, but the test compares its output with nothing that was "
     "recognised as the attention of these arguments; if it is meant to be: -o attnlab_ops={}"
 )
 
 
-def _read_again(
-    one: Recorded, recorded: Sequence[Recorded], comparisons: Sequence[Comparison]
-) -> tuple[Recorded, Judgement] | None:
-    """Return a call in the first other reading that the test's values agree with, and its judgement.
+def _as_meant(
+    one: Recorded,
+    comparison: Comparison,
+    recorded: Sequence[Recorded],
+    comparisons: Sequence[Comparison],
+) -> tuple[Recorded, Comparison | None]:
+    """Return a call that nobody said is attention in the first reading that the test's values agree with.
 
-    Without one, the call of a known function that the test compares, and its judgement.
+    That is one for which the expected value is exact, or else one for which the output is. Without one,
+    return the call of a known function that the test compares, or else the call as it is.
     """
-    for other in one.other_readings():
-        with contextlib.suppress(AttnLabError):
-            known = [call for call in recorded if call is one or not call.is_guess]
-            among = [other if call is one else call for call in known]
-            again, comparison = _call_and_comparison(among, comparisons)
-            again, judgement = _judged(again, comparison, among)
-            if again is other and _confirms_reading(judgement):
-                return again, judgement
     known = [call for call in recorded if not call.is_guess]
-    if known:
-        with contextlib.suppress(AttnLabError):
-            again, comparison = _call_and_comparison(known, comparisons)
-            return None if comparison is None else _judged(again, comparison, known)
-    return None
+    chains = [call for call in recorded if call.is_chain and call is not one]
+    readings = [way for call in (one, *chains) for way in (call, *call.other_readings())]
+    for exactly in (True, False):
+        for other in readings:
+            with contextlib.suppress(AttnLabError):
+                again, compared = _call_and_comparison([other, *known], comparisons)
+                is_read = again is other and compared is not None
+                if is_read and not other.call.unknown_arguments:
+                    assert compared is not None
+                    if agrees(other.call, compared, exactly=exactly):
+                        return other, compared
+    with contextlib.suppress(AttnLabError):
+        again, compared = _call_and_comparison(known, comparisons) if known else (one, None)
+        if compared is not None:
+            return again, compared
+    return one, comparison
 
 
 def _confirms_reading(one: Judgement) -> bool:
@@ -229,7 +255,9 @@ def _judged(
     If the test compared the outputs of two calls, that is the one that is wrong; if it compared no output,
     the last call that is wrong.
     """
-    others = [other for other in reversed(recorded) if other is not one and not _is_torch(other)]
+    others = [
+        other for other in reversed(recorded) if other is not one and not _is_reference(other)
+    ]
     if comparison is None:
         found = one, judge(one.call, None)
         for other in others:
@@ -241,7 +269,7 @@ def _judged(
     makers = [
         other
         for other in reversed(recorded)
-        if other is not one and _is_part(other, comparison.expected)
+        if other is not one and not other.is_chain and _is_part(other, comparison.expected)
     ]
     maker = makers[-1] if makers else None
     judgement = judge(
@@ -272,20 +300,47 @@ def _call_and_comparison(
     Of several calls with this output, the first is returned: only its buffer did not hold the output before.
     If none was compared, return the last attention call that is not the test's own reference.
     """
-    ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
+    ordered = sorted(reversed(comparisons), key=lambda one: (one.passed, one.is_measured))
+    pairs = [(r, s) for c in ordered for r in recorded for s in r.shaped(c)]
     for is_compared in (_is_output, _is_part):
-        for one, shaped in ((r, s) for c in ordered for r in recorded for s in r.shaped(c)):
+        for one, shaped in pairs:
             if is_compared(one, shaped.actual):
                 return one, shaped
-            if is_compared(one, shaped.expected) and not _is_torch(one):
+            if is_compared(one, shaped.expected) and not _is_reference(one):
                 return one, _exchanged(shaped)
-    own = [one for one in recorded if not _is_torch(one)]
+    for one, shaped in pairs:
+        if _is_reference(one) and _is_output(one, shaped.expected):
+            found = _with_other_output(one, shaped)
+            if found is not None:
+                return found, shaped
+    own = [one for one in recorded if not _is_reference(one)]
     attention = [one for one in own if not one.is_write]
     return (attention or own or list(recorded))[-1], None
 
 
 def _is_torch(one: Recorded) -> bool:
     return (one.origin.op or "").startswith("torch.")
+
+
+def _is_reference(one: Recorded) -> bool:
+    """Answer whether a call is attention of torch, which tests compare kernels with."""
+    return (one.origin.op or "").startswith(TORCHS)
+
+
+def _with_other_output(one: Recorded, comparison: Comparison) -> Recorded | None:
+    """Return an exact call of torch's with the output that a test compares with its own, or None."""
+    for reading in (one, *one.other_readings()):
+        with contextlib.suppress(AttnLabError):
+            call = stand_in(reading.call, comparison)
+            if call is not None:
+                origin = dataclasses.replace(
+                    call.origin, op=f"{UNRECORDED}, compared with {one.origin.op}"
+                )
+                call = dataclasses.replace(call, origin=origin)
+                return dataclasses.replace(
+                    reading, origin=origin, function=None, is_guess=False, _call=call
+                )
+    return None
 
 
 def _is_output(one: Recorded, tensor: torch.Tensor) -> bool:

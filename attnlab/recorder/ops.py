@@ -5,6 +5,7 @@ only the blocks that slot_mapping names are copied. A write has no sequences: it
 token goes.
 """
 
+import functools
 import inspect
 import math
 import sys
@@ -23,6 +24,7 @@ from attnlab.kernels.by_name import NAMES, output_of
 from attnlab.kernels.model import written_cache
 from attnlab.recorder.arguments import (
     Adjust,
+    BoundArguments,
     Reading,
     RecordedOp,
     check_complete,
@@ -392,7 +394,7 @@ _OF_TRTLLM = (
 )  # fmt: skip
 
 
-def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
+def read_dense(arguments: dict[str, Any], reading: Reading) -> None:
     """View each batch element as a sequence with one block that holds all its keys.
 
     A mask is what is added to the scores; of one that differs between heads, each head is a sequence.
@@ -422,6 +424,7 @@ def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
         reading.unmodelled.append("is_causal with more rows than keys")
     index = {"dtype": torch.int32, "device": query.device}
     reading.fields = {
+        **{name: reading.fields[name] for name in _OF_SCORES if name in reading.fields},
         "query": query.transpose(1, 2).reshape(batch * rows, heads, size),
         "key_cache": key,
         "value_cache": value,
@@ -443,6 +446,7 @@ def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
     reading.result = result
 
 
+_OF_SCORES = ("softcap", "sinks", "alibi_slopes", "sliding_window")
 _MOST_OF_MASK = 1 << 26  # elements that are copied
 
 
@@ -461,19 +465,44 @@ def _flex(arguments: dict[str, Any], reading: Reading) -> None:
     if blocks is not None:
         some = blocks.kv_num_blocks.shape[:2]
         mask = _added(_of_indices(blocks.mask_mod, (*some, *shape[2:]), where))
+    softcap = 0.0
     if score_mod is not None:
-        zero, one = (
-            _of_indices(score_mod, shape, where, score=torch.full(shape, number, device=where))
-            for number in (0.0, 1.0)
-        )
-        more = (one - zero).masked_fill(zero == -torch.inf, 1.0)
-        if not torch.allclose(more, torch.ones_like(more), atol=1e-5):
-            reading.why_not = "score_mod does more than add to a score"
+        found = {
+            number: _of_indices(
+                score_mod, shape, where, score=torch.full(shape, number, device=where)
+            )
+            for number in (0.0, *_SCORES, _FAR)
+        }
+        cap = float(found[_FAR].max()) if found[_FAR].numel() else 0.0
+        if _is_score(found, lambda score: score + found[0.0]):
+            mask = found[0.0] if mask is None else found[0.0] + mask
+        elif 0 < cap < _FAR and _is_score(found, lambda score: cap * (score / cap).tanh()):
+            softcap = cap
+        else:
+            reading.why_not = "score_mod does more than add to a score or cap it"
             return
-        mask = zero if mask is None else zero + mask
     for name in ("score_mod", "block_mask"):
         reading.unknown.pop(name, None)
-    _sdpa({**arguments, "attn_mask": mask}, reading)
+    read_dense({**arguments, "attn_mask": mask}, reading)
+    reading.fields["softcap"] = softcap
+
+
+_SCORES, _FAR = (1.0, -3.0), 1e9  # scores for which a score_mod is evaluated
+
+
+def _is_score(
+    found: Mapping[float, torch.Tensor], score_of: Callable[[torch.Tensor], torch.Tensor]
+) -> bool:
+    """Answer whether a score_mod is what ``score_of`` says, for every score but those of hidden keys."""
+    hidden = found[0.0] == -torch.inf
+    return all(
+        torch.allclose(
+            found[score].masked_fill(hidden, 0.0),
+            score_of(torch.full_like(found[score], score)).masked_fill(hidden, 0.0),
+            atol=1e-5,
+        )
+        for score in _SCORES
+    )
 
 
 def _of_indices(
@@ -521,7 +550,7 @@ _OTHERS: tuple[Row, ...] = (
         (module, "trtllm_batch_decode_with_kv_cache_mla", UNIFIED, "flash", _latent, _OF_LATENT)
         for module in ("flashinfer.mla", "flashinfer.decode")
     ),
-    ("torch.nn.functional", SDPA, UNIFIED, "HND", _sdpa, ("enable_gqa",)),
+    ("torch.nn.functional", SDPA, UNIFIED, "HND", read_dense, ("enable_gqa",)),
     (
         "torch.nn.attention.flex_attention",
         "flex_attention",
@@ -662,7 +691,7 @@ def recorded_ops(
     An entry point that fails is passed to ``on_error`` with its name, and left out.
     """
     given = [op_of_text(one) if isinstance(one, str) else one for one in further]
-    found = [*vllm_ops(), *other_ops()]
+    found = [*vllm_ops(), *other_ops(), *launches()]
     for point in entry_points(group=GROUP):
         try:
             found += _ops_of(point.load())
@@ -706,13 +735,53 @@ def _guess(module: str, function: str, parameters: tuple[str, ...]) -> list[Reco
     is_paged = {"query", "block_table", "seq_lens"} <= has and "slot_mapping" not in has
     if is_paged and ({"key_cache", "value_cache"} <= has or {"key", "value"} <= has):
         return [RecordedOp(module=module, function=function, is_guess=True)]
-    others = {"block_table", "seq_lens", "query_start_loc", "key_cache", "slot_mapping", "output"}
+    others = {"block_table", "seq_lens", "query_start_loc", "key_cache", "slot_mapping"}
     if {"query", "key", "value"} <= has and not others & has:
         dense = RecordedOp(
             module=module, function=function, op=UNIFIED, layout="HND", adjust=_dense
         )
         return [replace(dense, is_guess=True, is_dense=True)]
     return []
+
+
+_LAUNCHES = {
+    "triton.runtime.jit": "JITFunction",
+    "triton.runtime.interpreter": "InterpretedFunction",
+}
+
+
+def launches() -> tuple[RecordedOp, ...]:
+    """Return the methods by which Triton launches kernels, of which those of attention are recorded."""
+    return tuple(
+        RecordedOp(module=module, function=f"{class_}.run", is_launch=True)
+        for module, class_ in _LAUNCHES.items()
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def op_of_launch(kernel: Callable[..., Any]) -> tuple[RecordedOp, tuple[str, ...]] | None:
+    """Return a Triton kernel as an op, and its arguments by attention's names, None if it has others.
+
+    Q, q_ptr and q are the same. Of the others, such as strides, only a window may matter.
+    """
+    names = [one.name for one in inspect.signature(kernel).parameters.values()]
+    plain = tuple(name.lower().removesuffix("_ptr") for name in names)
+    found = _guess(kernel.__module__, kernel.__name__, plain)
+    return (replace(found[0], is_launch=True), plain) if found else None
+
+
+def arguments_of_launch(
+    kernel: Any, plain: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BoundArguments:
+    """Return the arguments of a launch by the names of attention's."""
+    by_name = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    given = {
+        new: by_name[old]
+        for old, new in zip(kernel.arg_names, plain, strict=True)
+        if old in by_name
+    }
+    known = {alias for aliases in NAMES.values() for alias in aliases}
+    return BoundArguments({n: v for n, v in given.items() if n in known or "window" in n}, {})
 
 
 def _dense(arguments: dict[str, Any], reading: Reading) -> None:
@@ -723,11 +792,13 @@ def _dense(arguments: dict[str, Any], reading: Reading) -> None:
     if any(not isinstance(one, torch.Tensor) or one.dim() not in (3, 4) for one in tensors):
         reading.why_not = "queries, keys and values are not tensors of 3 or 4 dimensions"
         return
-    given = dict(zip(("query", "key", "value"), tensors, strict=True))
+    given, out = dict(zip(("query", "key", "value"), tensors, strict=True)), fields.get("output")
     rest = {"is_causal": fields.get("causal"), "scale": fields.get("sm_scale")}
     mask = arguments.get("attn_mask")
-    _sdpa({**given, **rest, "attn_mask": mask}, reading)
-    reading.dims = tensors[0].dim()
+    read_dense({**given, **rest, "attn_mask": mask}, reading)
+    reading.dims, result = tensors[0].dim(), reading.result
+    if result is not None and out is not None:
+        reading.result = lambda returned: result(out if returned is None else returned)
     if mask is None:
         reading.guessed = ("order",) if rest["is_causal"] is not None else ("order", "causal")
 
@@ -763,7 +834,7 @@ def _tokens_first(reading: Reading) -> Reading:
     first = {name: one.transpose(1, 2) for name, one in {"query": query, **both}.items()}
     # one row of each head counts as causal, with heads first
     causal = given["causal"] and "causal" not in reading.guessed
-    _sdpa({**first, "is_causal": causal, "scale": given["sm_scale"]}, other)
+    read_dense({**first, "is_causal": causal, "scale": given["sm_scale"]}, other)
     if "output" in given:
         other.fields["output"] = rows(given["output"]).flatten(0, 1)
     of_heads_first = other.result

@@ -26,6 +26,7 @@ from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
+from attnlab.recorder.patches import Watch
 from attnlab.tensors.call import KernelCall, Origin
 
 # Which defects of the catalogue a test's comparison would not notice, on the test's data and tolerance.
@@ -171,6 +172,7 @@ class Session:
         self._comparisons = Comparisons(
             keep=keep, sizes=self._sizes, on_error=self._failed, host=host
         )
+        self._watch = Watch(self._capture.follow, self._comparisons.follow)
         self._logged = False
 
     @classmethod
@@ -184,6 +186,7 @@ class Session:
         if not session._is_controller:
             session._capture.start()
             session._comparisons.start()
+            session._watch.start()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record the project's own functions that look like attention, beside those of attnlab_ops.
@@ -212,13 +215,16 @@ class Session:
     def pytest_unconfigure(self) -> None:
         """Put the wrapped functions back."""
         if not self._is_controller:
+            self._watch.stop()
             self._comparisons.stop()
             self._capture.stop()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Forget the calls of the previous test."""
         self._capture.calls.clear()
+        self._capture.chains.clear()
         self._comparisons.last.clear()
+        self._comparisons.measured.clear()
         self._capture.left_out.clear()
         self._comparisons.has_failed = False
         self._capture.origin = Origin(test_id=nodeid)
@@ -231,7 +237,7 @@ class Session:
         report = yield
         is_reported = self._reports and report.failed
         is_scored = self._scores and report.passed and report.when == "call"
-        if is_reported and not self._capture.calls.recorded:
+        if is_reported and not self._recorded():
             report.sections += self._why_silent()
             return report
         if not is_reported and not is_scored:
@@ -272,7 +278,7 @@ class Session:
 
     def _why_silent(self) -> list[tuple[str, str]]:
         """Return a section of one line for a failed test that compares tensors or calls an op left out."""
-        seen = "; ".join(f"{name} ({why})" for name, why in self._capture.left_out.items())
+        seen = self._left_out()
         if not seen and not self._comparisons.has_failed:
             return []
         what = f"not recorded: {seen}" if seen else "no function that attnlab knows was called"
@@ -280,14 +286,14 @@ class Session:
         return [("attnlab", line)]
 
     def _add_section(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        calls = self._capture.calls
         began = time.perf_counter()
         found: FailureReport = report_failure(
             item.nodeid,
-            list(calls.recorded),
-            list(self._comparisons.last),
+            self._recorded(),
+            [*self._comparisons.measured, *self._comparisons.last],
             self._folder,
             self._seconds if self._seconds_left > 0 else 0.0,
+            self._left_out(),
         )
         self._seconds_left -= time.perf_counter() - began
         report.sections.append(("attnlab", "\n".join(found.lines())))
@@ -305,10 +311,17 @@ class Session:
         report.user_properties.extend(properties)
         item.user_properties.extend(properties)
 
+    def _recorded(self) -> list[Recorded]:
+        """Return the calls that were recorded, with attention that was written out in torch at the end."""
+        return [*self._capture.calls.recorded, *self._capture.chains]
+
+    def _left_out(self) -> str:
+        """Return the calls that were not recorded, and why."""
+        return "; ".join(f"{name} ({why})" for name, why in self._capture.left_out.items())
+
     def _sizes(self) -> set[int]:
         """Return the numbers of elements of the recorded outputs."""
-        recorded = self._capture.calls.recorded
-        return {output.numel() for one in recorded for output in one.outputs}
+        return {output.numel() for one in self._recorded() for output in one.outputs}
 
     def _failed(self, what: str, error: Exception) -> None:
         if not self._logged:

@@ -30,6 +30,7 @@ from attnlab.lab.cache_write import expected_write
 from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.problem import Problem, RowSlice
 from attnlab.lab.result import Result
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import Formats
@@ -485,3 +486,58 @@ def replay_call(
     """
     targets = runners([str(one) for one in sources], backends, device)
     return replay_all(call, targets, Case(**changes), tuple(changes))
+
+
+TONES: dict[str, Tone] = {
+    **{MATCH: "good", MISMATCH: "bad", UNSTABLE: "bad"},
+    **{REJECTED: "odd", CANNOT_RUN: "quiet"},
+}
+_COLUMNS = ("target", "kernels", "verdict", "beyond rounding", "largest error", "recorded bits")
+
+
+def replays(one: "Replays") -> Sheet:
+    """Return what each backend made of a call, one row each."""
+    tone: Tone = "good" if one.exit_code == 0 else "bad" if one.exit_code == 1 else "warn"
+    facts: list[tuple[str, str]] = [("op", one.op), ("recorded on", one.origin)]
+    if one.recorded_error is not None:
+        facts.append(("recorded output", f"{one.recorded}: {beyond_text(one.recorded_error)}"))
+    else:
+        facts.append(("recorded output", one.recorded))
+    parts: list[Part] = [
+        Facts(facts),
+        Grid(_COLUMNS, [_row(each) for each in one.replays], most=len(one.replays)),
+    ]
+    if one.assumed:
+        parts.append(Lines([Words(f"assumed: {text}", "quiet") for text in one.assumed]))
+    return Sheet(
+        kind="Replays",
+        line=f"<Replays of {one.call}: {one.sentence()}>",
+        head=Words(one.sentence(), tone),
+        parts=parts,
+    )
+
+
+def _row(one: "Replay") -> Row:
+    verdict = Words(one.status, TONES[one.status])
+    kernels = "" if one.backend == one.target else one.backend  # a function's name is both
+    if one.error is None:
+        return [one.target, kernels, verdict, one.reason, "", ""]
+    error = one.error
+    size = f"{error.largest:.3g}, {error.in_bounds:.3g} bounds"
+    return [one.target, kernels, verdict, beyond_text(error), size, bits_text(one.from_recorded)]
+
+
+def beyond_text(error: Difference) -> str:
+    """Return how many elements and rows are beyond rounding."""
+    if not error.elements:
+        return "none"
+    return f"{error.elements} of {error.total}, in {error.rows} of {error.num_rows} rows"
+
+
+def bits_text(found: "Difference | None") -> str:
+    """Return how an output agrees with the recorded one."""
+    if found is None:
+        return "unknown"
+    if not found.other_bits:
+        return "the same"
+    return f"{found.other_bits} differ, by up to {found.in_bounds:.3g} bounds"

@@ -202,8 +202,8 @@ def weights_only(xray: XRay) -> dict[str, Any]:
     """Return the document of an X-ray without a run."""
     setup = xray.setup
     wrong = xray.wrong
-    rows = _first(wrong.any(1).tolist(), _MOST_TOKENS)
-    heads = [int(setup.heads[i]) for i in _first(wrong.any(0).tolist(), _MOST_HEADS)]
+    rows = wrong_first(wrong.any(1).tolist(), _MOST_TOKENS)
+    heads = [int(setup.heads[i]) for i in wrong_first(wrong.any(0).tolist(), _MOST_HEADS)]
     tokens = []
     for i in rows:
         seq, position = int(setup.seq[i]), int(setup.position[i])
@@ -225,11 +225,13 @@ class _Document:
         self.group = self.call.query.shape[1] // self.call.value_cache.shape[1]
         self.wrong = errors.mismatches.cpu() > 0
         ran = (errors.error != -math.inf).cpu()
-        by_head = [i for i in _first(self.wrong.any(0).tolist(), _MOST_HEADS) if ran[:, i].any()]
+        by_head = [
+            i for i in wrong_first(self.wrong.any(0).tolist(), _MOST_HEADS) if ran[:, i].any()
+        ]
         each = 2 * self.got.shape[2] * max(1, len(by_head))
         most = max(1, min(_MOST_TOKENS, _MOST_VALUES // each))
         self.heads = by_head
-        self.rows = [i for i in _first(self.wrong.any(1).tolist(), most) if ran[i].any()]
+        self.rows = [i for i in wrong_first(self.wrong.any(1).tolist(), most) if ran[i].any()]
         self.seqs = sorted({self.lengths.locate(row)[0] for row in self.rows})
 
     def to_dict(self) -> dict[str, Any]:
@@ -482,7 +484,7 @@ def _maps(xray: XRay, seqs: Sequence[int], heads: Sequence[int]) -> dict[str, An
 
 def _map(columns: KeyColumns) -> dict[str, Any]:
     """Return a map with at most 64 rows, wrong ones first, and 256 columns around the first wrong one."""
-    rows = _first(columns.wrong.any(1).tolist(), _MOST_ROWS)
+    rows = wrong_first(columns.wrong.any(1).tolist(), _MOST_ROWS)
     wrong = columns.wrong[rows]
     total, first = columns.measured.shape[1], 0
     if total > _MOST_COLUMNS:
@@ -513,7 +515,7 @@ def rounded(numbers: Iterable[float]) -> list[Any]:
     return [float(f"{n:.{_DIGITS}g}") if math.isfinite(n) else str(n) for n in numbers]
 
 
-def _first(is_wrong: Sequence[bool], most: int) -> list[int]:
+def wrong_first(is_wrong: Sequence[bool], most: int) -> list[int]:
     """Return which entries are shown, in order: wrong ones first, then the others, up to ``most``."""
     ranked = sorted(range(len(is_wrong)), key=lambda i: not is_wrong[i])
     return sorted(ranked[:most])

@@ -4,10 +4,13 @@ Every command that has something to share makes a :class:`SharedPage`. Pictures 
 needs no package beyond those of attnlab.
 """
 
+import base64
+import io
 import json
 import linecache
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -23,8 +26,10 @@ from attnlab.case.shown import Shown
 from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotMap
 from attnlab.diagnosis.candidates import locate
 from attnlab.diagnosis.captured import problem_of
+from attnlab.horizon.deployment import GPUS, Deployment
+from attnlab.horizon.survey import Row, Survey
 from attnlab.lab.decode_error import DecodedError
-from attnlab.reports.close_up import TracedRun, close_up, weights_only
+from attnlab.reports.close_up import TracedRun, close_up, weights_only, wrong_first
 from attnlab.reports.pages import render_page
 from attnlab.show.notebook import versions
 from attnlab.show.sheets import html, sheet_of
@@ -34,6 +39,8 @@ from attnlab.tensors.quantised import in_numbers
 from attnlab.weights.xray import XRay
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from attnlab.checker.matrix import MatrixTable
     from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -338,7 +345,7 @@ def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -
     ``errors`` [num_tokens, num_heads]: the largest of each head, -inf if it did not run; ``wrong``: of the
     same shape, bool.
     """
-    rows = _shown(wrong.any(1).tolist(), _MOST_ROWS)
+    rows = wrong_first(wrong.any(1).tolist(), _MOST_ROWS)
     heads = range(min(wrong.shape[1], _MOST_COLUMNS))
     labels, cells = [], []
     for row in rows:
@@ -376,7 +383,7 @@ _OF_TEXT = {"wrong": "what the text names", "idle": "the text says nothing of it
 
 def _place_picture(found: "DecodedError", case: Case) -> Picture:
     """Draw a row and a head of the output, among those of the row's sequence."""
-    tokens = _shown([one == found.token for one in range(found.query_len)], _MOST_ROWS)
+    tokens = wrong_first([one == found.token for one in range(found.query_len)], _MOST_ROWS)
     first = max(0, min(found.head - _MOST_COLUMNS // 2, case.num_heads - _MOST_COLUMNS))
     heads = range(first, min(first + _MOST_COLUMNS, case.num_heads))
     place = (found.token, found.head)
@@ -469,7 +476,7 @@ def slot_picture(found: SlotMap) -> Picture:
     for state in _STRANGE:
         strange |= found.states == state.code
     used = [int(block) for block in found.order() if _is_used(found, int(block))]
-    kept = _shown([bool(strange[block].any()) for block in used], _MOST_ROWS)
+    kept = wrong_first([bool(strange[block].any()) for block in used], _MOST_ROWS)
     labels, cells = [], []
     for block in (used[i] for i in kept):
         seqs = ", ".join(map(str, sorted({int(seq) for seq in owners[block] if seq >= 0})))
@@ -520,12 +527,6 @@ def _legend(
     return tuple((name, text) for name, text in names.items() if name in found)
 
 
-def _shown(is_wrong: Sequence[bool], most: int) -> list[int]:
-    """Return which rows are drawn, in order: wrong ones first, then the others, up to ``most``."""
-    ranked = sorted(range(len(is_wrong)), key=lambda i: not is_wrong[i])
-    return sorted(ranked[:most])
-
-
 def _left_out(shown: int, count: int, what: str) -> str:
     return "" if shown == count else f" ({shown} of {count} {what} are shown)"
 
@@ -563,3 +564,86 @@ def _squares(line: Sequence[Square]) -> Iterator[str]:
             f'<g class="{name}"{at}><title>{escape(title)}</title>'
             f'<rect x="{x}" width="{_CELL}" height="{_CELL}" rx="2"/>{cross}</g>'
         )
+
+
+# The pictures of a survey: for each kernel, a plot of the margin against the context length.
+
+_CONTEXTS = [2**i for i in range(10, 31)]
+_MOST_MARGINS = 8
+
+
+def margins(rows: list[Row], deployment: Deployment) -> dict[str, list[tuple[int, float]]]:
+    """Return (context length, margin) by expression: the horizon over the size that the context needs."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        one = row.statement
+        points = []
+        for context in _CONTEXTS:
+            needed = deployment.needed(one.size, context) or row.limits.get(one.size)
+            if one.wrong_at and needed:
+                points.append((context, one.wrong_at / needed))
+        if points:
+            text = textwrap.shorten(one.site.text, 90, placeholder=" …")
+            found.setdefault(f"{one.size}: line {one.site.line}: {text}", points)
+    return dict(list(found.items())[:_MOST_MARGINS])
+
+
+def plot_margins(
+    lines: Mapping[str, list[tuple[int, float]]],
+    memory: Mapping[str, int],
+    *,
+    title: str = "",
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw margins by expression against the context length; below 1 an access is wrong.
+
+    ``memory``: the context length that fills the memory of each GPU.
+    """
+    import matplotlib.pyplot as plt
+
+    ax = ax or plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
+    for name, points in lines.items():
+        ax.plot(*zip(*points, strict=True), label=name, linewidth=1.6)
+    ax.axhline(1, color="#c8553d", linewidth=1, label="horizon")
+    for style, (name, context) in zip((":", "--", "-."), memory.items(), strict=False):
+        ax.axvline(
+            context, color="#808080", linestyle=style, linewidth=1, label=f"cache fills {name}"
+        )
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set(xlabel="tokens of one sequence", ylabel="horizon / needed size", title=title)
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.18), fontsize="small", frameon=False)
+    return ax
+
+
+def _picture(rows: list[Row], deployment: Deployment, *, is_dark: bool) -> str:
+    """Return a PNG in base64, "" without lines."""
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+
+    lines = margins(rows, deployment)
+    if not lines:
+        return ""
+    memory = {f"{name} ({gb} GB)": deployment.cache_tokens(gb) for name, gb in GPUS.items()}
+    with plt.style.context("dark_background" if is_dark else "default"):
+        figure = Figure(figsize=(9, 4.2 + 0.22 * len(lines)), layout="constrained")
+        plot_margins(lines, memory, ax=figure.add_subplot())
+        room = io.BytesIO()
+        figure.savefig(room, format="png", dpi=110, transparent=True)
+    return base64.b64encode(room.getvalue()).decode()
+
+
+def margin_pictures(one: Survey) -> list[Picture]:
+    """Return a plot for each kernel with a described launch."""
+    deployment = one.deployment or Deployment()
+    by_kernel: dict[str, list[Row]] = {}
+    for row in one.rows:
+        if row.kernel.launch is not None and not row.kernel.launch.is_assumed:
+            title = f"{row.kernel.kernel} ({Path(row.kernel.file).name})"
+            by_kernel.setdefault(title, []).append(row)
+    found = []
+    for title, rows in by_kernel.items():
+        light, dark = (_picture(rows, deployment, is_dark=is_dark) for is_dark in (False, True))
+        alt = f"Margin to the horizon of {title} against the tokens of one sequence"
+        found += [themed_picture(f"Margin of {title}", alt, light, dark)] if light else []
+    return found

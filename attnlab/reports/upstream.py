@@ -8,6 +8,7 @@ import base64
 import inspect
 import math
 import platform
+import re
 import textwrap
 import zlib
 from collections.abc import Sequence
@@ -35,7 +36,10 @@ from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
-from attnlab.library.op import package_of
+from attnlab.library.op import names_in, package_of
+from attnlab.linear.state_call import StateCall, make_call
+from attnlab.linear.state_case import StateCase
+from attnlab.linear.state_plan import right_plan
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import stored_tensors
@@ -145,50 +149,19 @@ def merge_facts(case: Case) -> dict[str, Any]:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_KNOWN = (  # fields that the script implements or that do not affect it
-    *(
-        "op",
-        "num_heads",
-        "num_queries_per_kv",
-        "head_size",
-        "block_size",
-        "dtype",
-        "kv_cache_dtype",
-    ),
-    *(
-        "sliding_window",
-        "alibi",
-        "sm_scale",
-        "num_splits",
-        "query_lens",
-        "ctx_lens",
-        "seed",
-        "stage",
-    ),
-    *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
-    *(
-        "query_start_loc_dtype",
-        "release",
-        "backend",
-        "trace_reads",
-        "num_blocks",
-        "max_blocks_per_seq",
-    ),
-    *(
-        "block_table",
-        "x",
-        "k_scale",
-        "v_scale",
-        "freed",
-        "empty_slots",
-        "distribution",
-        "output_init",
-        "atol",
-        "rtol",
-    ),
-    *("reference_dtype", "sinks", "softcap", "first_block"),
-    *("mask", *MASK_DATA, "op_argument"),
-)
+# Fields that the script implements or that do not affect it.
+_KNOWN = {*MASK_DATA} | {
+    *re.findall(
+        r"\w+",
+        """
+op num_heads num_queries_per_kv head_size block_size dtype kv_cache_dtype sliding_window alibi
+sm_scale num_splits query_lens ctx_lens seed stage max_query_len max_seq_len fill block_table_dtype
+seq_lens_dtype platform query_start_loc_dtype release backend trace_reads num_blocks
+max_blocks_per_seq block_table x k_scale v_scale freed empty_slots distribution output_init atol
+rtol reference_dtype sinks softcap first_block mask op_argument
+""",
+    )
+}
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
 _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
 _BUFFER = {"nan": 'float("nan")', "zeros": "0.0", "recycled": "1.5"}
@@ -258,7 +231,7 @@ def has_script(case: Case) -> bool:
         and case.distribution == "normal"
         and case.staging.fill == "all_rows"
     )
-    return known and set(case.changes()) <= set(_KNOWN)
+    return known and set(case.changes()) <= _KNOWN
 
 
 def _facts(finding: Finding, version: str) -> dict[str, Any]:
@@ -673,8 +646,75 @@ def _small(tensor: torch.Tensor) -> torch.Tensor:
 
 def _text(data: bytes) -> str:
     """Return bytes as lines of text."""
-    return "\n".join(textwrap.wrap(base64.b64encode(zlib.compress(data, 9)).decode(), 110))
+    return "\n".join(textwrap.wrap(_packed(data), 110))
+
+
+def _packed(data: bytes) -> str:
+    """Return bytes, compressed, in base64."""
+    return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# Write a script that repeats a call of an op of linear attention without attnlab.
+
+_FUNCTIONS = {"key_first", "packed", "nan_like", "True", "returned"}
+
+
+def state_script(case: StateCase, source: Source, title: str) -> str:
+    """Return a script that calls the op of an installed package with the call of a case, and compares its
+    output and states with the recurrence in float64."""
+    op, call = case.record, make_call(case)
+    plan = right_plan(call)
+    file = source.op_file(op.module).relative_to(source.root)
+    used = set[str]().union(*map(names_in, op.arguments.values())) - _FUNCTIONS
+    result = names_in(op.result) | names_in(op.states or op.final)
+    names = sorted((used | result) - _FUNCTIONS - op.arguments.keys() | (used - {"states"}))
+    reference = {
+        **{"query": plan.query, "key": plan.key, "value": plan.value, "gate": plan.gate},
+        **{"beta": plan.beta, "states": plan.states},
+        "skip": torch.zeros(len(call.A_log)) if plan.skip is None else plan.skip,
+    }
+    stores = [one if plan.stores[i] else () for i, one in enumerate(plan.stores)]
+    slots = [slot for one in stores for _, slot in one]
+    return render(
+        "state_repro.py.j2",
+        {
+            "title": f"{op.name}: {title}",
+            "package": source.text(),
+            "module": ".".join(file.with_suffix("").parts),
+            "function": op.python_name,
+            "tensors": {
+                **{name: _packed_tensor(getattr(call, name)) for name in {*names, "states"}},
+                **{f"ref_{name}": _packed_tensor(one) for name, one in reference.items()},
+            },
+            "arguments": op.arguments,
+            "result": op.result,
+            "states": op.states or op.final,
+            "whole": bool(op.states),
+            "sequences": [
+                ((plan.starts[i], plan.starts[i + 1]), load, stores[i])
+                for i, load in enumerate(plan.loads)
+            ],
+            "delta": plan.delta,
+            "scale": repr(plan.scale),
+            "rows": _rows(call),
+            "slots": slots if op.states else call.tables[:, 0].tolist(),
+        },
+    )
+
+
+def _rows(call: StateCall) -> list[int]:
+    """Return the rows that a caller reads."""
+    seqs = [seq for seq in range(call.num_seqs) if not call.skipped[seq]]
+    return [row for seq in seqs for row in call.rows_of(seq)]
+
+
+def _packed_tensor(value: object) -> str:
+    """Return a tensor, or a number, as an expression of the script."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    data = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f'tensor("{_packed(data)}", {value.dtype}, {", ".join(map(str, value.shape))})'

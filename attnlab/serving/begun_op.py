@@ -19,8 +19,7 @@ from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading
 from attnlab.recorder.snapshot import copied
 from attnlab.replay.parts import view_of_kv_heads, whole, with_sequences
 from attnlab.serving.batch import Integers, LayerCall, ReadArguments, Request, Step
-from attnlab.serving.capture_state import CaptureState, KeptCalls
-from attnlab.serving.record import Observation
+from attnlab.serving.capture_state import CaptureState, KeptCalls, Observation
 from attnlab.serving.slots import FollowedSlots
 from attnlab.tensors.cache import find_layout
 from attnlab.tensors.call import KernelCall, Origin

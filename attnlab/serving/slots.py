@@ -20,8 +20,7 @@ from attnlab.serving.batch import (
     Requests,
     Step,
 )
-from attnlab.serving.capture_state import CaptureState
-from attnlab.serving.record import Observation
+from attnlab.serving.capture_state import CaptureState, Observation
 
 # SlotShadows: which token each cache slot of each layer holds, by the writes that were seen.
 #

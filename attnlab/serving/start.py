@@ -28,8 +28,7 @@ from attnlab.serving.batch import (
     unchecked_slots,
 )
 from attnlab.serving.begun_op import BegunOp, OpCheck
-from attnlab.serving.capture_state import CaptureState, KeptCalls
-from attnlab.serving.record import RecordFile
+from attnlab.serving.capture_state import CaptureState, KeptCalls, RecordFile
 from attnlab.serving.settings import CaptureSettings
 from attnlab.serving.slots import FollowedSlots
 

@@ -12,9 +12,8 @@ from attnlab.case.case import Case, as_case
 from attnlab.case.errors import AttnLabError, InvalidCall, InvalidCase, NotDeterministic
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.case.ops import check_weighs_values
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.dispatch import decide, kernels_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import controlled, is_controlled

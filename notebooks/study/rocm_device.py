@@ -11,8 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend
-from attnlab.kernels.rocm.build import times_adapted
-from attnlab.kernels.rocm.device import DeviceOptions
+from attnlab.kernels.rocm.device import DeviceOptions, times_adapted
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.vllm.source import Source, fetch_sdist, find_source
 from attnlab.lab.lab import Lab

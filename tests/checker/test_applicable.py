@@ -13,8 +13,8 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.checker.case_check import case_verdict, check_case
 from attnlab.checker.hostile import covering_rows, hostile_cases
-from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
+from attnlab.checker.report import check_library
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.source import fetch_ops
 from attnlab.lab.lab import Lab

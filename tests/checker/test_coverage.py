@@ -15,10 +15,9 @@ from attnlab.case import op_arguments as case_arguments
 from attnlab.case.ops import OPS, TRITON_OPS, UNIFIED
 from attnlab.checker import coverage
 from attnlab.checker.coverage import Unreachable, op_coverage, parameter_uses
-from attnlab.checker.hostile import hostile_cases, launches
-from attnlab.checker.library import check_library
+from attnlab.checker.hostile import DEFAULT_CASES, hostile_cases, launches
 from attnlab.checker.plan import Plan
-from attnlab.checker.variants import DEFAULT_CASES
+from attnlab.checker.report import check_library
 from attnlab.cli.main import main
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.coverage import measuring

@@ -14,8 +14,8 @@ from attnlab.case.case import Case
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import Rules, evidence_fields, lab_of
 from attnlab.checker.finding import HORIZON, UNNAMED, Finding, merged_findings
-from attnlab.checker.library import merged_by_line
 from attnlab.checker.plan import Plan, groups, named_outcomes, naming_tasks
+from attnlab.checker.report import merged_by_line
 from attnlab.cli import demo
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.claims import KernelLine

@@ -8,16 +8,15 @@ from helpers.sources import needs_triton, of_release
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, MERGE, OPS, PREFILL, TRITON_OPS, WRAPPER
+from attnlab.checker.case_check import deployment_of, ops_with_files
 from attnlab.checker.finding import BEYOND, HORIZON, Finding
-from attnlab.checker.horizons import deployment_of, ops_with_files
-from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan, is_case
-from attnlab.checker.report import Report
+from attnlab.checker.report import Report, check_library
 from attnlab.horizon.survey import survey
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import fetch_ops
-from attnlab.reports.check_files import sarif
+from attnlab.reports.check_pages import sarif
 
 pytestmark = [needs_triton, pytest.mark.releases]
 # Of each file, the lines of 0.33.0 whose offsets a check found until 2026-11-25 with tensors beyond 2^31

@@ -8,6 +8,8 @@ from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import PREFILL, TRITON_OPS, UNIFIED
 from attnlab.checker.hostile import (
+    LATE_VARIANTS,
+    VARIANTS,
     Edges,
     combinations_of,
     covering_cases,
@@ -20,7 +22,6 @@ from attnlab.checker.hostile import (
     longest_split,
     uncovered,
 )
-from attnlab.checker.variants import LATE_VARIANTS, VARIANTS
 from attnlab.kernels import find_backend
 from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.triton.launch_plan import LaunchParameters

@@ -15,8 +15,7 @@ from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import CaseRun, never_reads_empty_slots
 from attnlab.checker.finding import KINDS, Location, location_of, op_locations
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.variants import DEFAULT_CASES
+from attnlab.checker.hostile import DEFAULT_CASES, hostile_cases
 from attnlab.cli.main import main
 from attnlab.contracts.slot_states import EMPTY, STATES, SlotState
 from attnlab.kernels import find_backend

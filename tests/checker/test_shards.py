@@ -11,8 +11,8 @@ from helpers.sources import needs_triton, of_release
 
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import Finding, KnownFinding, read_known
-from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
+from attnlab.checker.report import check_library
 from attnlab.cli.main import main
 from attnlab.kernels import find_backend
 from attnlab.tasks.local import LocalEngine

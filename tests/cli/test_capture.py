@@ -4,7 +4,7 @@ import json
 import sys
 
 from attnlab.cli.main import main
-from attnlab.serving.record import Observation, RecordFile, Tally
+from attnlab.serving.capture_state import Observation, RecordFile, Tally
 
 FAULT = Observation(kind="never_written", text="a slot", layer="layers.3", step=7, request="r1")
 

@@ -13,7 +13,7 @@ from attnlab.case.case import Case
 from attnlab.case.pytest_id import vllm_test_ids
 from attnlab.checker.matrix import NOT_RUN, in_order, matrix_tasks, run_many
 from attnlab.cli.main import main
-from attnlab.cli.matrix import read_ids
+from attnlab.cli.sharded import read_ids
 from attnlab.lab.products import batch_key
 
 ROOT = Path(__file__).parents[2]

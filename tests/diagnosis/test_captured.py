@@ -10,9 +10,8 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import UNIFIED, WRAPPER
-from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.dispatch import decide, kernels_of
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.captured import check_diagnosable, diagnose_captured, where_it_ran
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
+from attnlab.checker.report import check_library
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.tasks.local import LocalEngine

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from attnlab.checker.library import check_library, merged_check
 from attnlab.checker.plan import Plan
-from attnlab.checker.report import Report
+from attnlab.checker.report import Report, check_library, merged_check
 from attnlab.tasks.store import Shard, merged_stores
 from attnlab.tasks.task import Engine
 

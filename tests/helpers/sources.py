@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.rocm.build import find_compiler
+from attnlab.kernels.rocm.device import find_compiler
 from attnlab.kernels.vllm import source as downloading
 from attnlab.kernels.vllm.source import Source, fetch, fetch_sdist, find_source
 

@@ -8,7 +8,7 @@ import pytest
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels import cache_folder as cache
-from attnlab.kernels.rocm import build
+from attnlab.kernels.rocm import device as build
 from attnlab.kernels.vllm import source
 
 

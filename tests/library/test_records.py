@@ -54,7 +54,7 @@ def call_of(op: Op, **fields):
 
 
 @pytest.mark.parametrize("library", libraries())
-def test_a_library_is_a_folder_with_a_package_and_records(library):
+def test_a_library_has_a_package_and_records(library):
     assert package_of(library).library == library
     for op in ops_of(library):
         assert (op.library, OPS[op.name]) == (library, op)

@@ -150,9 +150,11 @@ def test_a_sound_op_has_no_finding_and_states_what_is_left_out(tmp_path):
     flags = {"library": "sglang", "ops": [EXTEND], "engine": "local:1"}
     right = check(source=sglang(tmp_path), cases=8, **flags)
     assert (right.cases_run, right.findings) == (8, [])
-    reasons = [line for line in right.left_out if "left out: an FP8 cache" in line]
+    reasons = [line for line in right.left_out if "left out: score_mod" in line]
     assert len(reasons) == 1
-    assert reasons[0].startswith(f"{EXTEND}: left out: an FP8 cache: the kernel rounds")
+    assert reasons[0].startswith(
+        f"{EXTEND}: left out: score_mod, xai_temperature_len: attnlab has no"
+    )
 
 
 @needs_triton

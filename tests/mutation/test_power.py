@@ -11,7 +11,7 @@ from helpers.commands import SMALL, error_line
 
 from attnlab.case.case import Case
 from attnlab.cli.main import main
-from attnlab.cli.power import print_power
+from attnlab.cli.sharded import print_power
 from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import MUTANTS, NINE, is_equivalent, ladder

@@ -13,7 +13,7 @@ from helpers.sarif import SCHEMA
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import KINDS, OBSERVATIONS
 from attnlab.diagnosis.claims import KernelLine
-from attnlab.reports.check_files import append_summary, junit, sarif, summary
+from attnlab.reports.check_pages import append_summary, junit, sarif, summary
 
 
 def _cases(report) -> dict[tuple[str, str], ET.Element]:

@@ -9,7 +9,7 @@ from helpers.saved_calls import PLAIN, WRONG, kernel_file
 
 import attnlab
 from attnlab.cli.main import main
-from attnlab.serving.record import Observation, RecordFile, Tally
+from attnlab.serving.capture_state import Observation, RecordFile, Tally
 
 pytestmark = pytest.mark.browser
 CASE = ["--num-heads", "2", "--query-lens", "5,1", "--ctx-lens", "40,33"]

@@ -14,8 +14,7 @@ import pytest
 from attnlab.case.errors import InvalidCase
 from attnlab.recorder.ops import vllm_ops
 from attnlab.serving import plugin, start
-from attnlab.serving.plugin import run_command
-from attnlab.serving.settings import CaptureSettings
+from attnlab.serving.plugin import CaptureSettings, run_command
 
 
 def test_it_is_an_entry_point_of_vllm():
@@ -136,7 +135,7 @@ def test_the_exit_code_is_the_commands(tmp_path):
 
 def test_the_environment_activates_the_plug_in(tmp_path, monkeypatch):
     code = (
-        "import os; from attnlab.serving.settings import CaptureSettings as S\n"
+        "import os; from attnlab.serving.plugin import CaptureSettings as S\n"
         "S.of_text(os.environ['ATTNLAB_CAPTURE']); print(os.environ.get('VLLM_PLUGINS'))"
         f"; open({str(tmp_path / 'seen')!r}, 'w').write(str(os.environ.get('VLLM_PLUGINS')))"
     )
@@ -155,7 +154,7 @@ def test_an_end_by_a_signal_that_was_passed_on_is_regular(tmp_path, command, cod
     child = f"import signal, time\n{handler}\nprint('ready', flush=True); time.sleep(60)"
     script = (
         "from attnlab.serving.plugin import run_command\n"
-        "from attnlab.serving.settings import CaptureSettings\n"
+        "from attnlab.serving.plugin import CaptureSettings\n"
         "import sys\n"
         f"settings = CaptureSettings(out={str(tmp_path)!r})\n"
         f"sys.exit(run_command([sys.executable, '-c', {child!r}], settings, to_stderr=False))"

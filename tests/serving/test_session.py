@@ -9,7 +9,7 @@ import torch
 from helpers.fake_vllm import BLOCK, Impl, new_request, runner, scheduled
 
 from attnlab.serving.batch import Request, Requests
-from attnlab.serving.record import RecordFile, read_records
+from attnlab.serving.capture_state import RecordFile, read_records
 from attnlab.serving.settings import CaptureSettings
 from attnlab.serving.start import Session
 

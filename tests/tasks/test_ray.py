@@ -16,10 +16,10 @@ from helpers.processes import descendants, is_running, popen, survivors, wait_fo
 from helpers.shards import sharded, without_times
 
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
-from attnlab.tasks.interrupts import end_tree
+from attnlab.checker.report import check_library
 from attnlab.tasks.local import LocalEngine
+from attnlab.tasks.ray_driver import end_tree
 from attnlab.tasks.run import find_engine
 from attnlab.tasks.task import Task
 

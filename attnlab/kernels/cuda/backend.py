@@ -23,7 +23,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.binding import arguments_of, finish
 from attnlab.kernels.rocm import device as emulated
-from attnlab.kernels.rocm.build import CHECKED_FLAGS, build, find_compiler
+from attnlab.kernels.rocm.device import CHECKED_FLAGS, build, find_compiler
 from attnlab.kernels.rocm.findings import place_of
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall

@@ -23,8 +23,7 @@ from attnlab.contracts.slot_states import as_read, served
 from attnlab.kernels import model
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.model import allocate, scale_of
-from attnlab.kernels.rocm.build import has_source
-from attnlab.kernels.rocm.device import PLAIN, PLATFORM_MACROS, DeviceOptions, Op
+from attnlab.kernels.rocm.device import PLAIN, PLATFORM_MACROS, DeviceOptions, Op, has_source
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall

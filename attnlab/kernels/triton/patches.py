@@ -16,6 +16,7 @@ import torch
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.triton.block_pointers import is_needed, patch_block_pointers
 from attnlab.kernels.triton.kernel_text import AND_CALL, CHAIN_CALL, FOR_CALL, OR_CALL, WHILE_CALL
+from attnlab.kernels.triton.lockstep.control import both, chain, either
 from attnlab.kernels.triton.run_log import Memory, RunLog, counting, iterated, values_outside
 
 # bfloat16 for Triton's interpreter, whose own computes with the raw bits of bfloat16 numbers.
@@ -178,7 +179,7 @@ def with_bool_ops(rewriter: Any) -> None:
             return ast.copy_location(call, node)
 
     rewriter.ast_transformer = Transformer()
-    rewriter.fn.__globals__.update({AND_CALL: _all, OR_CALL: _any, CHAIN_CALL: _chain})
+    rewriter.fn.__globals__.update({AND_CALL: both, OR_CALL: either, CHAIN_CALL: chain})
     each = functools.partial(
         map, iterated
     )  # no frame of its own, in which an error would be raised
@@ -192,39 +193,6 @@ def _call_of(name: str, argument: ast.expr) -> ast.expr:
 
 def _arguments(names: list[ast.arg]) -> ast.arguments:
     return ast.arguments(posonlyargs=[], args=names, kwonlyargs=[], kw_defaults=[], defaults=[])
-
-
-def _all(first: Any, *rest: Callable[[], Any]) -> Any:
-    for other in rest:
-        first = (first != 0) & (other() != 0) if _is_block(first) else first and other()
-    return first
-
-
-def _any(first: Any, *rest: Callable[[], Any]) -> Any:
-    for other in rest:
-        first = (first != 0) | (other() != 0) if _is_block(first) else first or other()
-    return first
-
-
-def _chain(left: Any, *rest: Callable[..., Any]) -> Any:
-    """Return ``left < a < b …``; ``rest``: each comparison, and a function that returns its right side."""
-    found: Any = True
-    for compare, right in zip(rest[::2], rest[1::2], strict=True):
-        if not _is_block(found) and not found:
-            return found
-        left, before = right(), left
-        one = compare(before, left)
-        found = one if found is True else _all(found, functools.partial(_same, one))
-    return found
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _is_block(value: Any) -> bool:
-    """Answer whether a value is a block of Triton, not a scalar or a constant."""
-    return bool(getattr(getattr(value, "type", None), "is_block", bool)())
 
 
 # FP8 conversions for Triton's interpreter; its own have two bugs (Triton 3.6 and 3.9).

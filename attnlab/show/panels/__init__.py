@@ -12,8 +12,7 @@ from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.case_panel import Panel
 from attnlab.show.panels.runners import Kernel, NotebookKernels, subject
-from attnlab.show.panels.texts import FACTS
-from attnlab.show.panels.views import VIEWS, XRAY
+from attnlab.show.panels.views import FACTS, VIEWS, XRAY
 from attnlab.tensors.call import KernelCall
 
 __all__ = ["Panel", "explorer", "panel"]

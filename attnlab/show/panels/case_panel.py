@@ -15,14 +15,32 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.panels import controls as inputs
-from attnlab.show.panels import texts
-from attnlab.show.panels.boxes import CaseTextBox, XrayBox, cell_text
+from attnlab.show.panels.boxes import (
+    PICTURES,
+    CaseTextBox,
+    Job,
+    LatestOnly,
+    Progress,
+    XrayBox,
+    cell_text,
+)
 from attnlab.show.panels.controls import Control, Draft, check_knobs, groups, labelled, set_class
-from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Progress
 from attnlab.show.panels.rendering import Picture, Rendered
 from attnlab.show.panels.runners import NotebookKernels, after_each_cell
-from attnlab.show.panels.texts import PanelData, Selection, compared, make_panel_data
-from attnlab.show.panels.views import VIEWS, XRAY, Frames, Pointer, check_views
+from attnlab.show.panels.views import (
+    FACTS,
+    VIEWS,
+    XRAY,
+    Frames,
+    PanelData,
+    Pointer,
+    Selection,
+    check_views,
+    compared,
+    failure_html,
+    make_panel_data,
+    result_html,
+)
 
 # The layout of a panel: which widget is where on the screen. The style sheet is panel.css.
 
@@ -184,7 +202,7 @@ class Panel:
         is_explorer: bool = False,
     ) -> None:
         check_knobs(knobs)
-        check_views([*texts.FACTS, *VIEWS, XRAY], views)
+        check_views([*FACTS, *VIEWS, XRAY], views)
         self._is_explorer, self._lab = is_explorer, lab if lab is not None else Lab()
         self._call = call  # the expression of the call that is explored, "" for a Case
         self._kernels, self.against = kernels or NotebookKernels(), against
@@ -197,7 +215,7 @@ class Panel:
         self._frames = Frames()  # used by the worker's thread alone
         values = self._draft.values
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
-        names = ("verdict", "against", *(n for n in texts.FACTS if n in views), "selection")
+        names = ("verdict", "against", *(n for n in FACTS if n in views), "selection")
         self.texts = {name: ipw.HTML(tooltip="") for name in names}
         for name, text in self.texts.items():
             text.add_class("attnlab-fact").add_class(f"attnlab-fact-{name}")
@@ -446,7 +464,7 @@ class Panel:
         for i, part in enumerate(parts):
             on_step(PICTURES, i, len(parts))
             if part == _TEXTS:
-                job.publish(partial(self._show_texts, data, texts.result_html(data)))
+                job.publish(partial(self._show_texts, data, result_html(data)))
             else:
                 rendered = VIEWS[part].render(data, self._frames, self._is_dark)
                 job.publish(partial(self._show_picture, part, rendered))
@@ -471,5 +489,5 @@ class Panel:
     def _on_error(self, case: Case, error: Exception) -> None:
         """Show the error that ended a run."""
         self.error = error
-        self.texts["verdict"].value = texts.failure_html(error)
+        self.texts["verdict"].value = failure_html(error)
         self.progress.end("the results shown are those of an earlier case" if self.data else "")

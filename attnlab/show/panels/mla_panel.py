@@ -12,8 +12,7 @@ from attnlab.mla.run import MlaResult, run_path
 from attnlab.show.panels.case_panel import static_html
 from attnlab.show.panels.controls import labelled
 from attnlab.show.panels.rendering import Cells, Picture, Rendered, axes_rect, render
-from attnlab.show.panels.texts import status_line
-from attnlab.show.panels.views import place_color_bar
+from attnlab.show.panels.views import place_color_bar, status_line
 from attnlab.show.plots.stages import mla_ratios, plot_mla
 
 SOUND = "sound"

@@ -45,9 +45,9 @@ SHEETS: dict[str, str] = {
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
     "attnlab.horizon.survey.Survey": "attnlab.show.sheets.conclusions.survey",
     "attnlab.checker.releases.ReleaseTable": "attnlab.show.sheets.conclusions.release_table",
-    "attnlab.replay.replay_call.Replays": "attnlab.replay.sheets.replays",
-    "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
-    "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",
+    "attnlab.replay.replay_call.Replays": "attnlab.replay.replay_call.replays",
+    "attnlab.replay.probe.Probe": "attnlab.replay.probe.probe_sheet",
+    "attnlab.replay.shrinking.Shrunk": "attnlab.replay.shrinking.shrunk",
     "attnlab.serving.report.CaptureReport": "attnlab.serving.report.capture_report",
 }
 WIDTH = 110  # columns of text if no terminal reports its width

@@ -13,7 +13,7 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.cli.main import main
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm import build
+from attnlab.kernels.rocm import device as build
 from attnlab.kernels.rocm.device import Op
 from attnlab.kernels.vllm import source as fetching
 from attnlab.kernels.vllm.source import Source, find_source

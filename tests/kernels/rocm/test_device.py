@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.rocm import device as emulated
-from attnlab.kernels.rocm.build import find_compiler
+from attnlab.kernels.rocm.device import find_compiler
 
 WAVE = 64
 # enum Operation of cpp/device.h

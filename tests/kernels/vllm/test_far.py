@@ -16,7 +16,8 @@ from helpers.upstream import script_outcome, written
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.platforms import PLATFORMS
-from attnlab.checker import library, plan
+from attnlab.checker import plan
+from attnlab.checker import report as library
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.diagnosis.address_rules import memory_of

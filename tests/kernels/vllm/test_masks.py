@@ -14,8 +14,7 @@ from attnlab.case.masks import MASKS
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
 from attnlab.checker.case_check import check_case
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.variants import DEFAULT_CASES
+from attnlab.checker.hostile import DEFAULT_CASES, hostile_cases
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend

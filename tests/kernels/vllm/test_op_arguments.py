@@ -15,8 +15,7 @@ from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import WRITE
 from attnlab.case.platforms import PLATFORMS
 from attnlab.checker.case_check import check_case
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.variants import ARGUMENT_VARIANTS, DEFAULT_CASES
+from attnlab.checker.hostile import ARGUMENT_VARIANTS, DEFAULT_CASES, hostile_cases
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
 from attnlab.kernels.vllm.backend import VllmBackend, load

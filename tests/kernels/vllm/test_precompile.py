@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.releases, pytest.mark.slow, needs_triton]
 PROGRAM = """
 import json, sys
 from attnlab.case.case import Case
-from attnlab.kernels.vllm import precompile as module
+from attnlab.kernels.vllm import backend as module
 from attnlab.kernels.vllm.source import find_source
 
 small = dict(num_heads=2, head_size=16, block_size=16, backend="vllm", platform="sm_90", stage="sound")

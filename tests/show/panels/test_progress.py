@@ -13,7 +13,7 @@ from attnlab.kernels.backend import STEPS, CellSteps, time_left
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import measure_power
 from attnlab.show.panels import panel
-from attnlab.show.panels.progress import (
+from attnlab.show.panels.boxes import (
     PICTURES,
     Job,
     LatestOnly,

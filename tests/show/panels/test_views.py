@@ -19,8 +19,15 @@ from attnlab.contracts.slot_states import SlotState, slot_map
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
-from attnlab.show.panels.texts import bands_of, make_panel_data, select, select_band
-from attnlab.show.panels.views import VIEWS, FramedPlot, Frames
+from attnlab.show.panels.views import (
+    VIEWS,
+    FramedPlot,
+    Frames,
+    bands_of,
+    make_panel_data,
+    select,
+    select_band,
+)
 from attnlab.show.plots.errors import BAND
 
 ABSENT = {"mask", "other", "difference"}  # of a causal Case on one runner

@@ -41,7 +41,7 @@ from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.replay.random_comparison import MATCH, Compared, Comparison
 from attnlab.replay.random_comparison import Outcome as Ran
 from attnlab.reports.notebook_result import Change, Outcome, Results
-from attnlab.serving.record import Observation
+from attnlab.serving.capture_state import Observation
 from attnlab.serving.report import CaptureReport, Found, ProcessRecord
 from attnlab.show.notebook import Verdict, Verdicts
 from attnlab.show.sheets import SHEETS, html, line, plain, render, sheet_of, text

@@ -160,8 +160,8 @@ def split(values: Any) -> Diverged:
 
 
 def truth(value: Any) -> Any:
-    """Return whether a condition holds: a bool, or (P,) bool if active programs differ."""
-    data = scalars(value)
+    """Return whether a condition holds: a bool, or (P,) bool if programs of the batch that runs differ."""
+    data = scalars(value) if _RUNNING else None
     if data is None:
         return bool(value)
     found = data != 0
@@ -285,7 +285,11 @@ def _under(mask: Any, function: Callable[[], Any]) -> Any:
         batch.active = outer
 
 
+# ``and``, ``or`` and chained comparisons, also of a program that runs alone.
+
+
 def _is_block(value: Any) -> bool:
+    """Answer whether a value is a block of Triton, not a scalar or a constant."""
     return bool(getattr(getattr(value, "type", None), "is_block", bool)())
 
 

@@ -5,22 +5,19 @@ Branches, loops, conditional expressions, ``and``, ``or``, ``not`` and chained c
 """
 
 import ast
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attnlab.kernels.triton.kernel_text import (
-    AND_CALL,
-    CHAIN_CALL,
     CONTROL,
     FOR_MARK,
     IF_MARK,
-    OR_CALL,
     RAN_MARK,
 )
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Refused
 
-_COMBINED = {AND_CALL: "both", OR_CALL: "either", CHAIN_CALL: "chain"}
 _STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.If, ast.For, ast.While, ast.Return, ast.Pass,
     ast.Assert, ast.Break, ast.Continue,
@@ -50,14 +47,19 @@ def check_statements(function: ast.FunctionDef) -> None:
 
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the names that statements assign, in order."""
-    found = (
-        one.id
-        for node in nodes
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    )
-    return list(dict.fromkeys(found))
+    """Return the names that statements or targets assign, in order."""
+    return list(dict.fromkeys(name for node in nodes for name in _stored(node)))
+
+
+def _stored(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Tuple | ast.List | ast.Starred):
+        yield from stored(ast.iter_child_nodes(node))
+    elif isinstance(node, ast.stmt):  # other expressions assign nothing
+        for field in ("targets", "target", "body", "orelse"):
+            part = getattr(node, field, ())
+            yield from stored(part if isinstance(part, list) else [part])
 
 
 def loaded(node: ast.AST | None) -> Names:
@@ -84,6 +86,7 @@ class Liveness:
         self.at_end: dict[ast.stmt, Names] = {}
         self.otherwise: dict[ast.stmt, Names] = {}
         self._jumps: list[tuple[Names, Names]] = []  # read after break and after continue, by loop
+        self._loaded = functools.cache(loaded)
         self._before(function.body, set())
 
     def _before(self, block: Sequence[ast.stmt], after: Names) -> Names:
@@ -96,7 +99,7 @@ class Liveness:
         """Return what may be read before a statement, from what may be read after it."""
         if isinstance(node, ast.If):
             self.otherwise[node] = self._before(node.orelse, after)
-            return loaded(node.test) | self._before(node.body, after) | self.otherwise[node]
+            return self._loaded(node.test) | self._before(node.body, after) | self.otherwise[node]
         if isinstance(node, ast.For | ast.While):
             return self._loop(node, after)
         if isinstance(node, ast.Break):
@@ -104,11 +107,11 @@ class Liveness:
         if isinstance(node, ast.Continue):
             return after | self._jumps[-1][1]
         if isinstance(node, ast.AugAssign):
-            return after | loaded(node.value) | set(stored([node]))
-        return (after - set(stored([node]))) | loaded(node)
+            return after | self._loaded(node.value) | set(stored([node]))
+        return (after - set(stored([node]))) | self._loaded(node)
 
     def _loop(self, node: ast.For | ast.While, after: Names) -> Names:
-        test = loaded(node.test) if isinstance(node, ast.While) else set()
+        test = self._loaded(node.test) if isinstance(node, ast.While) else set()
         target = set(stored([node.target])) if isinstance(node, ast.For) else set()
         end = after | test
         while True:
@@ -119,7 +122,7 @@ class Liveness:
                 break
             end = end | (begin - target)
         self.at_end[node] = end
-        return end | (loaded(node.iter) if isinstance(node, ast.For) else set())
+        return end | (self._loaded(node.iter) if isinstance(node, ast.For) else set())
 
 
 def is_exact(node: ast.For) -> bool:
@@ -155,7 +158,7 @@ def _takes_a_scalar(node: ast.AST | None) -> bool:
 
 
 class Rewriter(ast.NodeTransformer):
-    """Replaces what decides which statements run, and combines conditions."""
+    """Replaces what decides which statements run; the interpreter's own transformer combines conditions."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         check_statements(node)
@@ -277,24 +280,10 @@ class Rewriter(ast.NodeTransformer):
         call.args[0] = node.operand
         return ast.copy_location(call, node)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
-        return _combined(super().visit_BoolOp(node))
-
-    def visit_Compare(self, node: ast.Compare) -> Any:
-        return _combined(super().visit_Compare(node))
-
 
 def lockstep_transformer(base: type) -> Any:
     """Return the transformer of the syntax tree of a function, based on that of the lab's interpreter."""
     return type("LockstepTransformer", (Rewriter, base), {})()
-
-
-def _combined(node: Any) -> Any:
-    """Return a call of the lab's interpreter that combines conditions as one of the control module."""
-    name = getattr(getattr(node, "func", None), "id", "")
-    if name in _COMBINED:
-        node.func = _expression(f"{CONTROL}.{_COMBINED[name]}")
-    return node
 
 
 def _has_jump(block: Iterable[ast.stmt]) -> bool:

@@ -1,0 +1,128 @@
+"""Run a library's own attention tests on a machine without GPU, and count the faults that they notice.
+
+    python tools/upstream_tests.py lmdeploy SOURCE TEST_FILE [-k EXPRESSION] --out power.json
+
+SOURCE is a checkout, a wheel or an sdist of the library. Its Triton kernels run under the lab's interpreter:
+the modules that attnlab's records of the library name are imported as for ``attnlab check``, and a test that
+asks for a CUDA device gets the CPU. ``--attnlab-power`` says which defects each passing test would notice.
+``--op MODULE:FUNCTION`` names the functions whose calls are recorded. ``--reduce "OLD => NEW"`` replaces a
+text of the test file, such as a size that is too large for an interpreter; the output states them.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnlab.case.platforms import PLATFORMS
+from attnlab.kernels.triton.interpreter import interpreted_triton
+from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
+from attnlab.kernels.vllm.source import find_source
+from attnlab.library.op import ops_of, package_of
+
+SETTINGS = "ATTNLAB_UPSTREAM"  # JSON for the process that runs the tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the library importable before attnlab records and the tests are collected."""
+    given = json.loads(os.environ[SETTINGS])
+    package = package_of(given["library"])
+    platform = PLATFORMS[given["platform"]]
+    stubs = package_stubs(package, platform, interpreted_triton())
+    loader = Loader(find_source(given["source"], package), stubs)
+    folders: dict[str, dict[str, Any]] = {}
+    for name in given["modules"]:
+        module = loader.load(name)
+        functions = {n: one for n, one in vars(module).items() if inspect.isfunction(one)}
+        folders.setdefault(str(module.__package__), {}).update(functions)
+    for name, module in loader._modules.items():
+        if name.partition(".")[0] == package.name:
+            vars(module).setdefault("__path__", [])
+            sys.modules[name] = module
+    for name, functions in folders.items():  # what the package exports
+        vars(sys.modules[name]).update(functions)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda seed: None
+    on_cpu = OnCpu()
+    on_cpu.__enter__()
+    config.add_cleanup(lambda: on_cpu.__exit__(None, None, None))
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run the tests in a folder; return their outcomes and powers."""
+    tests = folder / "tests"
+    shutil.copytree(args.tests.parent, tests)
+    file = tests / args.tests.name
+    for old, _, new in (one.partition(" => ") for one in args.reduce):
+        text = file.read_text()
+        if old not in text:
+            raise SystemExit(f"--reduce must name a text of {file.name}, got {old}")
+        file.write_text(text.replace(old, new))
+    modules = [op.module for op in ops_of(args.library)] if not args.op else []
+    modules += [one.partition(":")[0].rpartition(".")[2] for one in args.op]
+    settings = {
+        **{"library": args.library, "source": str(args.source.absolute())},
+        **{"platform": args.platform, "modules": list(dict.fromkeys(modules))},
+    }
+    recorded = "\n".join(args.op)
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "upstream_tests", "-p", "no:cacheprovider"),
+        *(
+            "--attnlab-power-json",
+            "power.json",
+            "--junitxml=junit.xml",
+            "-o",
+            f"attnlab_ops={recorded}",
+        ),
+        *(str(file), "-k", args.k, "--tb=short", "--no-header"),
+    ]
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    known = {
+        **os.environ,
+        SETTINGS: json.dumps(settings),
+        "PYTHONPATH": path,
+        "TRITON_INTERPRET": "1",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=known, text=True, capture_output=True, check=False
+    )
+    print(done.stdout[-6000:], done.stderr[-3000:], file=sys.stderr)
+    outcomes = {}
+    for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
+        kinds = [one.tag for one in case if one.tag in ("failure", "error", "skipped")]
+        outcomes[str(case.get("name"))] = kinds[0] if kinds else "passed"
+    powers = json.loads((folder / "power.json").read_text())
+    return {"outcomes": outcomes, "powers": powers, "reduced": args.reduce}
+
+
+def main() -> None:
+    """Run the tests of a file, and write their outcomes and powers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("library")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("tests", type=Path)
+    parser.add_argument("-k", default="")
+    parser.add_argument("--op", action="append", default=[])
+    parser.add_argument("--platform", default="sm_90")
+    parser.add_argument("--reduce", action="append", default=[], metavar="OLD => NEW")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        args.out.write_text(json.dumps(run(args, Path(folder)), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
