@@ -240,6 +240,8 @@ def _scale_changes(k: _Scale, v: _Scale) -> tuple[tuple[str, str, tuple[_Scale, 
         (multiplied, "k_scale multiplies instead of dividing", (1 / k, v)),
         (multiplied, "v_scale multiplies instead of dividing", (k, 1 / v)),
         (multiplied, "both scales multiply instead of dividing", (1 / k, 1 / v)),
+        ("scale_of_keys", "values are divided by k_scale", (k, k)),
+        ("scale_of_values", "keys are divided by v_scale", (v, v)),
     )
 
 
