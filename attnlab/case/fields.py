@@ -255,6 +255,11 @@ def package_of_backend(backend: str) -> Package | None:
     return package_of_module(name.partition(":")[0]) if is_module else None
 
 
+def runs_triton(backend: str) -> bool:
+    """Answer whether a backend runs Triton ops of a source, of vLLM or of another library."""
+    return backend not in ("rocm", "cuda") and package_of_backend(backend) is not None
+
+
 def names_file(backend: str) -> bool:
     """Return whether the name of a user's kernel is not one of a module or an entry point."""
     name = split_mapping(backend)[0]

@@ -20,6 +20,7 @@ from attnlab.case.errors import (
     OutOfMemory,
     Unsupported,
 )
+from attnlab.case.fields import runs_triton
 from attnlab.case.masks import CAUSAL, DATA_OF_LENGTHS, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, WRAPPER
@@ -58,6 +59,7 @@ from attnlab.diagnosis.reruns import PLAIN_VALUES, find_unwritten
 from attnlab.horizon.deployment import PRESETS, Deployment
 from attnlab.horizon.survey import Row, Survey, survey
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.binding import scratch_full_of
 from attnlab.kernels.control import controlled, rows_agree, rows_equal
 from attnlab.kernels.triton.coverage import measuring
 from attnlab.lab.lab import Lab
@@ -235,12 +237,24 @@ def _wrong_output(
     if not seen.is_wrong:
         text = f"{diagnosis.evidence}; right with zeros in the output buffer"
         return _finding(case, "wrong_output", text, "contents of the output buffer")
+    if _follows_scratch(lab, backend, zeros, output_of_zeros):
+        return _finding(zeros, "wrong_output", seen.evidence, "unwritten memory")
     text = _with_what_rights_it(lab, backend, zeros, seen.evidence)
     label = f"block {_FAR}" if text.endswith(_SMALL_BLOCKS) else layout
     if label:
         return _finding(zeros, "wrong_output", text, label)
     names = tuple(sorted(one.name for one in seen.explanations))
     return dataclasses.replace(_finding(zeros, "wrong_output", text, UNNAMED), names=names)
+
+
+def _follows_scratch(lab: Lab, backend: Backend, case: Case, output: torch.Tensor) -> bool:
+    """Answer whether each row with NaN changes with the contents of scratch memory, which has NaN."""
+    rows = output.isnan().flatten(1).any(1)
+    if not bool(rows.any()) or not runs_triton(backend.name):
+        return False
+    with scratch_full_of(0.0):
+        other = run_case(lab, backend, case).output
+    return not bool(rows_agree(output, other)[rows].any())
 
 
 def _with_what_rights_it(lab: Lab, backend: Backend, case: Case, text: str) -> str:

@@ -60,6 +60,8 @@ _IN_WORDS = {
     "both parts empty": "the output of a padding row whose parts are both empty is not 0",
     "logarithm of the sum": "the log-sum-exp is wrong",
     "contents of the output buffer": "the output depends on what its buffer held before the call",
+    "unwritten memory": "the output depends on memory that no kernel has written: scratch memory, or an "
+    "output that the op allocates",
     "not deterministic": "equal calls give different outputs",
     "finite contents": "the output changes with the numbers in unwritten slots, within rounding",
     "block offset beyond 2^31 elements": "the output is wrong if blocks lie beyond 2^31 elements, and right "
@@ -127,6 +129,13 @@ class Finding(Shown):
     def is_named(self) -> bool:
         """Return whether a single defect explains the output."""
         return self.diagnosis in self.names
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Return what findings of an op are sorted by: the kind, then how much is known of the fault."""
+        known_less = ("ambiguous", "described", "unexplained", UNNAMED)
+        is_less = self.diagnosis in known_less
+        return self.kind, 1 + known_less.index(self.diagnosis) if is_less else 0
 
     @property
     def title(self) -> str:

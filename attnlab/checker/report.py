@@ -166,7 +166,7 @@ def build_report(
     found = [
         dataclasses.replace(finding, flags=(*library["flags"], *finding.flags))
         for op in header["options"]["ops"]
-        for finding in sorted(_findings(tasks, outcomes, op), key=lambda finding: finding.kind)
+        for finding in sorted(_findings(tasks, outcomes, op), key=lambda finding: finding.order)
     ]
     faults = [finding for finding in found if finding.is_fault]
     not_run = _not_run(tasks, outcomes, stopped)

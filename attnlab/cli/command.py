@@ -246,7 +246,9 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
     """Show the current step, and the time since it began, on standard error if that is a terminal.
 
     Yields a function of (step, done, total); with ``done`` and ``total`` there is a bar, and the time left.
+    Lines of ``step`` before its last stand above it until others take their place.
     """
+    from rich.console import RenderableType
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -256,6 +258,15 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Steps(Progress):
+        above = ""
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            if self.above:
+                yield Text(self.above)
+            yield from super().get_renderables()
 
     columns = (
         SpinnerColumn(),
@@ -266,9 +277,7 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         TimeRemainingColumn(compact=True),
     )
     console = errors()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Steps(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=None)
 
         def update(
@@ -276,7 +285,9 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         ) -> None:
             if total not in (None, bar.tasks[0].total):  # another count: the speed begins anew
                 bar.reset(task, total=total)
-            bar.update(task, description=step or text, completed=done)
+            *above, last = (step or text).split("\n")
+            bar.above = "\n".join(above)
+            bar.update(task, description=last, completed=done)
 
         yield update
 

@@ -58,6 +58,6 @@ def _survey(args: argparse.Namespace, deployment: "Deployment | None") -> "Surve
             op=f":{args.kernel}" if args.kernel else args.op,
             deployment=deployment,
             launches=launches,
-            is_assuming=not args.runs,
+            is_assuming=not args.described,
             on_step=lambda done, total: update(done=done, total=total),
         )

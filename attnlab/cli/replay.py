@@ -16,7 +16,7 @@ from attnlab.cli import command
 from attnlab.cli.command import notice, print_json, progress, put, runs, show
 from attnlab.cli.releases import ops_of_releases
 from attnlab.library.op import package_of
-from attnlab.serving.plugin import (
+from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
     parse_count,
@@ -282,11 +282,12 @@ def _capture(args: argparse.Namespace) -> int:
 
 
 def _report(folder: Path, code: int | None) -> "CaptureReport":
-    from attnlab.serving.report import read_report
+    if not folder.is_dir():
+        text = f"out must be a folder with records of a capture, got {folder}"
+        raise InvalidCase(text, field="out")
+    from attnlab.serving.report import read_report, with_diagnoses
 
     report = read_report(folder, exit_code=code)
-
-    from attnlab.serving.report import with_diagnoses
 
     with progress("reading the records") as on_step:
         return with_diagnoses(report, on_step)

@@ -11,6 +11,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.case.fields import runs_triton
 from attnlab.case.shown import Document, json_value
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.describe import sizes_of
@@ -160,7 +161,7 @@ def recorded_facts(
     ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its output, as are the yielded
     tensors. A conflict in scratch memory may concern all of them. Only the interpreter records accesses.
     """
-    if case.backend != "vllm":
+    if not runs_triton(case.backend):
         return
     # Stores of NaN by all programs would hide a conflict.
     known = case.replace(empty_slots="garbage")

@@ -13,7 +13,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.case.fields import refuse
+from attnlab.case.fields import refuse, runs_triton
 from attnlab.case.op_arguments import NONE
 from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
@@ -233,9 +233,9 @@ def _writes(case: Case, ran: Result, is_wrong: torch.Tensor, run: Run) -> Iterat
 def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
     """Yield that the output depends on scratch memory that no kernel has written, if so.
 
-    Only ops of vLLM get scratch memory from the lab. On the emulated device, a trace finds such reads.
+    Only ops of a source get scratch memory from the lab. On the emulated device, a trace finds such reads.
     """
-    if case.backend != "vllm":
+    if not runs_triton(case.backend):
         return
     with scratch_full_of(0.0):
         again = run(case)
@@ -315,7 +315,7 @@ def outside_rows(case: Case, ran: Result, run: Run) -> tuple[int, ...]:
     return tuple(torch.nonzero(~is_equal).flatten().tolist())
 
 
-_MOST_ANNOUNCED = 120  # characters of a conclusion that is announced
+_MOST_ANNOUNCED = 320  # characters of what is announced
 # Processor time of a further run of a kernel, at least, and in units of that of the first run.
 _LEAST_RERUN_S, _RERUN_SLACK = 20.0, 20.0
 
@@ -369,7 +369,7 @@ def diagnose(
         keeping(own.backend(case).fixed_fields),
         announcing(own) as announce,
     ):
-        announce(diagnosis)
+        announce(_measured(diagnosis))
         if kernel is not None:
             kernel.check_repeats(control, case, output, diagnosis)
         if ran is not None:
@@ -379,8 +379,7 @@ def diagnose(
             diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
         if ran is not None:
             diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
-            announce(diagnosis)
-            diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
+            diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit, announce)
     diagnosis = if_stable(diagnosis, examination.diagnosis, control)
     distinction = _distinguish(case, examination.problem, diagnosis, flags) if propose else None
     return dataclasses.replace(
@@ -391,17 +390,27 @@ def diagnose(
     )
 
 
+def _measured(diagnosis: Diagnosis) -> str:
+    """Return what was measured of a wrong output, or "": no name, which further cases may withdraw."""
+    found = [*diagnosis.place_sentences()[:1], *diagnosis.pattern.sentences()]
+    return "; ".join(found) if diagnosis.is_wrong else ""
+
+
+def _confirmed(diagnosis: Diagnosis) -> str:
+    """Return the conclusion, if further cases have confirmed one, else what was measured."""
+    is_known = diagnosis.status in ("explained", "described")
+    return diagnosis.conclusion if is_known else _measured(diagnosis)
+
+
 @contextlib.contextmanager
-def announcing(lab: Lab) -> Iterator[Callable[[Diagnosis], None]]:
-    """Yield a function that puts the conclusion so far before each step that the lab announces."""
+def announcing(lab: Lab) -> Iterator[Callable[[str], None]]:
+    """Yield a function that puts what is known so far in a line above each step that the lab announces."""
     outer = lab.on_step
 
-    def announce(diagnosis: Diagnosis) -> None:
-        if outer is not None and diagnosis.is_wrong:
-            text = textwrap.shorten(f"so far: {diagnosis.conclusion}", _MOST_ANNOUNCED)
-            lab.on_step = lambda step=None, *rest, **named: outer(
-                f"{text} ({step})", *rest, **named
-            )
+    def announce(known: str) -> None:
+        if outer is not None and known:
+            text = textwrap.shorten(f"so far: {known}", _MOST_ANNOUNCED, placeholder=" …")
+            lab.on_step = lambda step=None, *rest, **named: outer(f"{text}\n{step}", *rest, **named)
             lab.on_step("further runs")
 
     try:
@@ -411,14 +420,22 @@ def announcing(lab: Lab) -> Iterator[Callable[[Diagnosis], None]]:
 
 
 def _with_runs(
-    lab: Lab, own: Lab, case: Case, ran: Result, diagnosis: Diagnosis, limit: Limit | None
+    lab: Lab,
+    own: Lab,
+    case: Case,
+    ran: Result,
+    diagnosis: Diagnosis,
+    limit: Limit | None,
+    announce: Callable[[str], None],
 ) -> Diagnosis:
     """Return the diagnosis with what the run and further runs show; ``own`` runs the kernels."""
     diagnosis = without_unfounded_rule(diagnosis)
     diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+    announce(_confirmed(diagnosis))
     diagnosis = with_accesses(lab, case, diagnosis, own.run)
     diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
     diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
+    announce(_confirmed(diagnosis))
     return _with_location(own, case, diagnosis, limit)
 
 

@@ -8,10 +8,10 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from attnlab.library.op import names_in
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, mask_of
-from attnlab.tensors.formats import coarse_step
+from attnlab.tensors.formats import FORMATS, coarse_step
 
 Arguments = dict[str, Any]
 _MOST_BEFORE = 1 << 28  # elements of blocks that are copied before the lowest of the block table
@@ -205,6 +205,51 @@ def _four_bit_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([keys, numbers[..., 0] | (numbers[..., 1] << 4), parts], -1)
 
 
+class Quantised(NamedTuple):
+    """A cache [blocks, block_size, heads, size] as numbers of a narrow format, and their scales."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+
+def _scaled(call: KernelCall, target: Target, cache: torch.Tensor) -> Quantised:
+    """Return numbers of 4 bits in the platform's E4M3, and their scales [..., 1] float32, as AITER's."""
+    step = coarse_step(cache)
+    return Quantised((cache.float() / step).to(FORMATS[target.platform.fp8_e4m3].dtype), step)
+
+
+def _affine(call: KernelCall, cache: torch.Tensor, bits: int, first: int) -> Quantised:
+    """Return numbers of 4 bits as (numbers - zero) * scale, as LMDeploy's: numbers of ``bits`` in uint8, the
+    halves of a token in one byte with 4 bits, and [..., 2] scales and zero points in the query's dtype.
+
+    Zero points differ by slot and head, from the ``first`` on.
+    """
+    step, shape = coarse_step(cache), cache.shape[:-1]
+    at = torch.arange(cache[..., 0].numel(), device=cache.device).view(shape)[..., None] + first
+    zero = 7 + at % ((1 << bits) - 14)
+    numbers = (cache.float() / step).round().clamp(-7, 7).nan_to_num(0.0) + zero
+    lost = torch.where(cache.isnan().any(-1, keepdim=True), torch.nan, 1.0)
+    scales = torch.cat([step * lost, zero], -1).to(call.query.dtype)
+    stored = numbers.to(torch.uint8)
+    if bits == 4:
+        low, high = stored.chunk(2, -1)
+        stored = low | (high << 4)
+    return Quantised(stored.contiguous(), scales)
+
+
+def _decoded(call: KernelCall, written: Quantised, cache: torch.Tensor, first: int) -> torch.Tensor:
+    """Return ``cache`` with the numbers that were ``written`` to the places of ``_affine`` since."""
+    bits = 8 * written.numbers.shape[-1] // cache.shape[-1]
+    before, numbers = _affine(call, cache, bits, first), written.numbers
+    if bits == 4:
+        numbers = torch.cat([numbers & 0xF, numbers >> 4], -1)
+    pairs = zip(before, written, strict=True)
+    same = [torch.isclose(a, b, 0, 0, equal_nan=True).all(-1) for a, b in pairs]
+    scale, zero = written.scales.float().split(1, -1)
+    found = ((numbers.float() - zero) * scale).to(cache.dtype)
+    return torch.where((same[0] & same[1])[..., None], cache, found)
+
+
 _LATENT, _APART = (
     512,
     64,
@@ -300,6 +345,11 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "seen": lambda call, target: lambda firsts: _seen(call, firsts),
     "sums": lambda call, target: _sums,
     "power_of_2": lambda call, target: lambda size: 1 << (size - 1).bit_length(),
+    "scaled": lambda call, target: partial(_scaled, call, target),
+    "affine": lambda call, target: partial(_affine, call),
+    "decoded": lambda call, target: (
+        lambda numbers, scales, *rest: _decoded(call, Quantised(numbers, scales), *rest)
+    ),
     "four_bit_cache": lambda call, target: _four_bit_cache,
     "latent_query": lambda call, target: _latent(
         *(

@@ -341,6 +341,7 @@ class Problem:
     _kept: dict[RowSlice, AttentionInputs] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
+    _lens: list[tuple[int, int]] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def of_case(
@@ -415,11 +416,18 @@ class Problem:
 
     def query_len(self, seq: int) -> int:
         """Return the number of new tokens of a sequence."""
-        return int(self.call.query_start_loc[seq + 1] - self.call.query_start_loc[seq])
+        return self._lens_of(seq)[0]
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence, context and new."""
-        return int(self.call.seq_lens[seq])
+        return self._lens_of(seq)[1]
+
+    def _lens_of(self, seq: int) -> tuple[int, int]:
+        """Return the numbers of new and of all tokens of a sequence, which are read from the call once."""
+        if not self._lens:
+            query_lens, seq_lens = self.call.query_start_loc.diff(), self.call.seq_lens
+            self._lens.extend(zip(query_lens.tolist(), seq_lens.tolist(), strict=False))
+        return self._lens[seq]
 
     def ctx_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence before its new ones."""

@@ -47,6 +47,10 @@ smaller. The matrix units of NVIDIA GPUs add FP8 products with 14 bits (DeepSeek
 the sum of magnitudes, likely by (LIKELY·√n + n/32)·2⁻¹³ times it, because it truncates once per 32 products.
 Kernels that read no scale of the query round keys and values to FP8, too.
 
+Queries that an op rounds to the format of an FP8 cache ("to_cache", SGLang 0.5.23). It rounds weights to it,
+too, so their u and t are those of FP8, and it multiplies keys and values as they are stored. A query that the
+format does not hold adds u of FP8 times |q|·|k|·scale to a score; a Case has a query that it holds.
+
 Outputs of another dtype, or divided by output_scale. u and t of the output are those of its dtype, t times
 the scale. The op clamps to the finite range of FP8 before it rounds; clamping both sides makes no error
 larger. With FP8, both bounds are multiplied by (1 + u) of the weights and of the output, for products of two
@@ -69,7 +73,14 @@ from attnlab.kernels.backend import counted
 from attnlab.tensors.cache import Batch
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import visibility_of
-from attnlab.tensors.formats import LEAST_SCALE, rotate, rotation_size, store, written_format
+from attnlab.tensors.formats import (
+    LEAST_SCALE,
+    read_format,
+    rotate,
+    rotation_size,
+    store,
+    written_format,
+)
 from attnlab.tensors.quantised import Formats
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
@@ -411,12 +422,20 @@ class Rounding:
         )
         products = 1 + (call.query.shape[2] - 1).bit_length() if by_hand else 0
         products += any("query" in one for one in stated)
+        unit, step = float(info.eps) / 2, max(float(info.smallest_normal * info.eps), _LEAST)
+        to_cache = is_fp8 and any("to_cache" in one for one in stated)
+        if to_cache:
+            stored = read_format(call.kv_cache_dtype, call.query.dtype, target.platform.fp8_e4m3)
+            terms = round(torch.finfo(stored.dtype).eps / 2 / unit)
+            step = float(torch.finfo(stored.dtype).smallest_normal * 2 * unit * terms)
+            is_exact = bool((call.query.to(stored.dtype).to(call.query) == call.query).all())
+            products += 0 if is_exact else terms
         rounding = cls(
-            unit=float(info.eps) / 2,
-            step=max(float(info.smallest_normal * info.eps), _LEAST),
+            unit=unit,
+            step=step,
             terms=terms,
             parts=parts,
-            keys=is_fp8,
+            keys=is_fp8 and not to_cache,
             products=products,
             output_unit=float(output.eps) / 2 * (1 + _truncates(kernels, formats.output)),
             output_step=float(output.smallest_normal * output.eps) * formats.output_scale,

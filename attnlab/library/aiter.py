@@ -1,5 +1,6 @@
 """AITER's Triton attention, read from a clone or the wheel amd-aiter; run with e404860 of 2026-08-22."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,6 @@ PA_DECODE = _op(
         **{"k_scale": "one(k_scale)", "v_scale": "one(v_scale)"},
     },
     neutral={"max_seq_len": PATH},
-    left_out={"scales per token": "attnlab passes them to vLLM's op alone"},
     contract={"serves": "decode"},
     rounding={
         "products": True,
@@ -139,6 +139,27 @@ PA_DECODE = _op(
     },  # it adds the weights of a page in their dtype
     strided=False,
     prefill=False,
+)
+# A cache of FP8 with scales has numbers that 4 bits hold exactly, so that only the op rounds.
+PA_DECODE_PER_TOKEN = replace(
+    PA_DECODE,
+    name=f"{PA_DECODE.name}_per_token",
+    summary=f"{PA_DECODE.summary}; keys and values in FP8 have a scale for each token and head",
+    arguments={
+        **PA_DECODE.arguments,
+        **{
+            f"{half}_cache": f"scaled(flash_{half}_cache).numbers.transpose(1, 2)"
+            for half in ("key", "value")
+        },
+        **{
+            f"{half[0]}_scale": f"scaled(flash_{half}_cache).scales[..., 0].transpose(1, 2)"
+            for half in ("key", "value")
+        },
+    },
+    left_out={"numbers between those of 4 bits": "a cache has numbers that FP8 holds exactly"},
+    kv_cache_dtypes=("auto",),
+    copies_cache=True,
+    coarse=True,
 )
 
 # The op context_attention_fwd of pa_prefill.py: vLLM's of 2025, which reads the cache up to ctx_len only.

@@ -1,23 +1,37 @@
 """LMDeploy's Triton attention and cache writes, read from a wheel or a checkout; run with 0.18.0."""
 
 import logging
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from typing import Any
 
 from attnlab.library.op import UNREAD, Op, Package, same
 
-# The arguments of a cache with one scale for all tokens, and the caches that no call of attnlab can hold.
+# The arguments of a cache with one scale for all tokens, of one with a scale and a zero point for each token
+# and head, and the cache that no call of attnlab can hold.
 QUANTISED = {
     "quant_policy": "(17 if kv_cache_dtype == 'fp8_e5m2' else 16) if is_fp8 else 0",
     "k_scales_zeros": "one(k_scale) if is_fp8 else None",
     "v_scales_zeros": "one(v_scale) if is_fp8 else None",
 }
-_PER_TOKEN = "keys and values have a scale and a zero point of their own for each token and head"
+_SCALED = "with a scale and a zero point for each token and head"
 LEFT_OUT = {
-    "quant_policy 4 (INT4) and 8 (INT8)": _PER_TOKEN,
     "quant_policy 42 (TurboQuant)": "keys and values are rotated, and are numbers of a codebook",
 }
+
+
+def affine(bits: int, key: str, value: str) -> dict[str, str]:
+    """Return the arguments of a cache of integers; ``key``, ``value``: the parameters of its halves."""
+    halves = {
+        half: f"affine(flash_{half}_cache, {bits}, {first})"
+        for first, half in enumerate(("key", "value"))
+    }
+    return {
+        **{"quant_policy": str(bits), key: f"{halves['key']}.numbers"},
+        **{value: f"{halves['value']}.numbers", "k_scales_zeros": f"{halves['key']}.scales"},
+        "v_scales_zeros": f"{halves['value']}.scales",
+    }
 
 
 class QuantPolicy(IntEnum):
@@ -70,6 +84,26 @@ FILL_KV_CACHE = _op(
     fp8_inside=("FP8",),  # of QuantPolicy, since 0.14.0
     writes_cache=True,
     hnd=True,
+)
+_DECODED = (
+    "decoded(k_caches, k_scales_zeros, flash_key_cache, 0)",
+    "decoded(v_caches, v_scales_zeros, flash_value_cache, 1)",
+)
+FILL_KV_CACHE_INT8, FILL_KV_CACHE_INT4 = (
+    replace(
+        FILL_KV_CACHE,
+        name=f"{FILL_KV_CACHE.name}_int{bits}",
+        summary=f"{FILL_KV_CACHE.summary}, as int{bits} {_SCALED}",
+        arguments={**FILL_KV_CACHE.arguments, **affine(bits, "k_caches", "v_caches")},
+        result=f"written_cache({', '.join(_DECODED)})",
+        left_out={"numbers between the levels of the cache": "rounding to them is not checked"},
+        kv_cache_dtypes=("auto",),
+        hnd=False,
+        strided=False,
+        copies_cache=True,
+        coarse=True,
+    )
+    for bits in (8, 4)
 )
 
 # The op flash_attn_varlen_func of flashattention.py: prefill, with the keys of each sequence in a row.
@@ -136,4 +170,19 @@ FLASH_ATTN_WITH_KVCACHE = _op(
     min_window=2,  # window_size 0, which would show the token itself alone, means no window
     prefill=False,
     sinks_with_alibi=True,
+)
+# A cache of integers has numbers that 4 bits hold exactly, so that only the op rounds.
+FLASH_ATTN_WITH_KVCACHE_INT8, FLASH_ATTN_WITH_KVCACHE_INT4 = (
+    replace(
+        FLASH_ATTN_WITH_KVCACHE,
+        name=f"{FLASH_ATTN_WITH_KVCACHE.name}_int{bits}",
+        summary=f"{FLASH_ATTN_WITH_KVCACHE.summary}, of int{bits} {_SCALED}",
+        arguments={**FLASH_ATTN_WITH_KVCACHE.arguments, **affine(bits, "k_cache", "v_cache")},
+        left_out={"numbers between those of 4 bits": "they are what the cache write rounds"},
+        kv_cache_dtypes=("auto",),
+        strided=False,
+        copies_cache=True,
+        coarse=True,
+    )
+    for bits in (8, 4)
 )

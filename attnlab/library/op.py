@@ -95,7 +95,8 @@ class Op:
       ``contract_of``: those of single releases.
     - ``rounding``: what it rounds in addition to the usual (:mod:`attnlab.lab.reference`): ``parts`` and
       ``terms`` of Rounding; "products": it multiplies one head per KV head without tl.dot, or "always" any;
-      "query": it rounds the scaled query; "fp8": it multiplies an FP8 query with the cache as it is.
+      "query": it rounds the scaled query; "fp8": it multiplies an FP8 query with the cache as it is;
+      "to_cache": it rounds query and weights to the format of an FP8 cache, without a scale.
     - ``scores``: it computes scores; if not, the lab prepares its inputs, with any mask and ALiBi.
 
     Abilities that no parameter shows:

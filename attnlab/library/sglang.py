@@ -100,17 +100,13 @@ DECODE_ATTENTION = _op(
     default_splits=8,  # the choice of attnlab: SGLang computes a number for each sequence
     split_step=32,  # _MIN_BLOCK_KV
     contract={"softcap": "any", "sinks": "any", "serves": "decode"},
-    rounding={"products": True},
-    # With an FP8 cache, the kernel for several heads per KV head rounds query and weights to FP8 without a
-    # scale; no bound is derived for that.
-    kv_cache_dtypes=("auto",),
+    rounding={"products": True, "to_cache": True},  # with several heads per KV head
     prefill=False,
     min_splits=1,
 )
 
 # The ops extend_attention_fwd and extend_attention_fwd_unified: new tokens after a context.
 
-_FP8 = "the kernel rounds query and weights to FP8 without a scale; no bound is derived for that"
 _SHARED = {
     **{"max_len_extend": "max_query_len", "logit_cap": "softcap or 0.0", "is_causal": "causal"},
     **{"page_size": "block_size", "sliding_window_size": "window_left"},
@@ -119,10 +115,7 @@ _SHARED = {
     "qo_indptr": "query_start_loc.int()",
     **same("sm_scale sinks k_scale v_scale"),
 }
-_LEFT_OUT = {
-    "an FP8 cache": _FP8,
-    "score_mod, xai_temperature_len": "attnlab has no reference for them",
-}
+_LEFT_OUT = {"score_mod, xai_temperature_len": "attnlab has no reference for them"}
 _CONTRACT = {"default_scale": "head_size", "softcap": "any", "sinks": "any"}
 # The context is a list of slots from the first key that the first new token sees, as SGLang's Triton backend
 # passes it; a tree is a mask of bytes, whose rows have all keys.
@@ -155,8 +148,8 @@ EXTEND_ATTENTION = _op(
         "the log-sum-exp with sinks": "the op counts the sink in it",
     },
     contract=_CONTRACT,
+    rounding={"to_cache": True},
     new_tokens_from="arguments",
-    kv_cache_dtypes=("auto",),
 )
 EXTEND_ATTENTION_UNIFIED = _op(
     name="sglang_extend_attention_unified",
@@ -178,7 +171,7 @@ EXTEND_ATTENTION_UNIFIED = _op(
     adds_bias=False,
     left_out=_LEFT_OUT,
     contract=_CONTRACT,
-    kv_cache_dtypes=("auto",),
+    rounding={"to_cache": True},
 )
 
 # The op merge_state_triton; the lab computes its inputs, attention over the cache and new tokens.

@@ -22,9 +22,12 @@ from attnlab.replay.replay_call import (
     Difference,
     Expected,
     Ran,
+    beyond_text,
+    bits_text,
     compare_outputs,
     run_once,
 )
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Row, Sheet, Tone, Words
 from attnlab.tensors.call import KernelCall
 
 # Variations of a call: other batches, splits, sizes, places, foreign contents. None may change the result.
@@ -330,3 +333,34 @@ def probe_call(
     found = one_backend(source, name, device)
     assert found is not None
     return probe(call, found, Case(**changes), tuple(changes))
+
+
+def probe_sheet(one: Probe) -> Sheet:
+    """Return what the variations of a call changed."""
+    columns = ("variation", "changed bits", "largest change", "wrong elements")
+    tone: Tone = "bad" if one.is_wrong else "good"
+    return Sheet(
+        kind="Probe",
+        line=f"<Probe: {one.conclusion}>",
+        head=Words(one.verdict, tone),
+        parts=[
+            Lines([one.conclusion]),
+            Facts(
+                [
+                    ("kernels", one.backend),
+                    ("first run", f"wrong: {beyond_text(one.error)}"),
+                    ("recorded bits", bits_text(one.from_recorded)),
+                ]
+            ),
+            Grid(columns, [_variation(each) for each in one.variations], most=16),
+        ],
+    )
+
+
+def _variation(one: Variation) -> Row:
+    if one.change is None:
+        return [one.name, Words(f"cannot run: {one.reason}", "quiet"), "", ""]
+    change = one.change
+    bits = f"{change.other_bits} of {change.total} elements" if change.other_bits else "none"
+    size = f"{change.in_bounds:.3g} bounds" if change.other_bits else ""
+    return [one.name, bits, size, one.wrong or "none"]

@@ -30,7 +30,16 @@ from attnlab.replay.parts import (
     with_sequences,
     without_tokens,
 )
-from attnlab.replay.replay_call import MISMATCH, REJECTED, UNSTABLE, Ran, expected_of, run_on
+from attnlab.replay.replay_call import (
+    MISMATCH,
+    REJECTED,
+    TONES,
+    UNSTABLE,
+    Ran,
+    expected_of,
+    run_on,
+)
+from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Words
 from attnlab.tensors.call import KernelCall
 
 # Steps: the calls that are smaller than a call by one step, the largest steps first.
@@ -470,3 +479,20 @@ def shrink_call(
         backend=one_backend(source, backend, device), case=Case(**changes), given=tuple(changes)
     )
     return shrink(call, judge, seconds=seconds)
+
+
+def shrunk(one: Shrunk) -> Sheet:
+    """Return the sizes of a call before and after shrinking, and the steps."""
+    rows: list[Row] = [[name, size, one.after[name]] for name, size in one.before.items()]
+    first, *others = one.sentences()
+    parts: list[Part] = [Lines([first, *others])]
+    if one.is_failing:
+        parts.append(Grid(("size", "before", "after"), rows, most=len(rows)))
+    if one.steps:
+        parts.append(Grid(("steps",), [[step] for step in one.steps], most=4))
+    return Sheet(
+        kind="Shrunk",
+        line=f"<Shrunk: {one.status}, {one.after['rows']} rows of {one.before['rows']}>",
+        head=Words(one.status, TONES[one.status]),
+        parts=parts,
+    )

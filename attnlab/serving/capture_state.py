@@ -17,7 +17,7 @@ import torch
 
 from attnlab.case.shown import json_value
 from attnlab.serving.batch import LayerCall, Requests, Step
-from attnlab.serving.plugin import CaptureSettings
+from attnlab.serving.settings import CaptureSettings
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import named_by
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.errors import AttnLabError
 from attnlab.case.shown import Document, Shown, json_fields
 from attnlab.serving.capture_state import KINDS, Observation, read_records
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
@@ -102,11 +102,7 @@ NO_PROCESS = (
 
 
 def read_report(folder: Path, *, exit_code: int | None = None) -> CaptureReport:
-    """Return the report of the records in a folder. Raises InvalidCase if it is no folder."""
-    if not folder.is_dir():
-        raise InvalidCase(
-            f"out must be a folder with records of a capture, got {folder}", field="out"
-        )
+    """Return the report of the records in a folder."""
     records = read_records(folder)
     lines = [line for one in records.values() for line in one]
     processes = tuple(

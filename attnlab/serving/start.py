@@ -29,7 +29,7 @@ from attnlab.serving.batch import (
 )
 from attnlab.serving.begun_op import BegunOp, OpCheck
 from attnlab.serving.capture_state import CaptureState, KeptCalls, RecordFile
-from attnlab.serving.plugin import CaptureSettings
+from attnlab.serving.settings import CaptureSettings
 from attnlab.serving.slots import FollowedSlots
 
 _LATE = "scale, soft cap, sinks and ALiBi slopes of layers built before the capture began"

@@ -19,9 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
-
-from attnlab.tasks.run import end_descendants
 
 JOB, START, RUN, KILL, CLOSE = "job", "start", "run", "kill", "close"
 REACHED, CONNECTED, FAILED = "reached", "connected", "failed"
@@ -230,3 +229,49 @@ def one_line(error: BaseException) -> str:
     causes = [line for line in lines if _CAUSE.search(line)]
     line = (causes or lines or [type(error).__name__])[-1]
     return line.partition(" Some common causes")[0][:300]
+
+
+# End a process and all processes that descend from it.
+
+_END_S = 1.0
+
+
+def end_tree(root: int, proc: Path = Path("/proc")) -> None:
+    """Kill a process and its descendants, the descendants first."""
+    end_descendants(root, proc)
+    _kill(root)
+
+
+def end_descendants(root: int, proc: Path = Path("/proc")) -> None:
+    """Kill the descendants of a process.
+
+    None escapes if ``root`` adopts orphans (PR_SET_CHILD_SUBREAPER). Without ``/proc`` none is found.
+    """
+    end = time.monotonic() + _END_S
+    while time.monotonic() < end:
+        found = descendants(root, proc)
+        if not found:
+            break
+        for process in found:
+            _kill(process)
+        time.sleep(0.01)
+
+
+def descendants(root: int, proc: Path = Path("/proc")) -> set[int]:
+    """Return the processes below ``root`` that have not ended."""
+    parents = dict[int, int]()
+    for entry in proc.iterdir() if proc.is_dir() else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    found, new = set[int](), {root}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)

@@ -20,7 +20,6 @@ from attnlab.kernels.child_process import run_in_child
 from attnlab.tasks import ray_driver as driver
 from attnlab.tasks.local import Pool, Slot
 from attnlab.tasks.ray_actor import PickledJob
-from attnlab.tasks.run import end_tree
 from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, Job, Outcome, Stop, Task, never
 
 _POLL_S = 0.1
@@ -114,7 +113,7 @@ class RayEngine(Pool[RaySlot]):
     def close(self) -> None:
         """End the actors, and the local cluster if there is one; wait until they have ended."""
         if self._process.is_alive() and self._is_local and sys.platform == "linux":
-            end_tree(self._process.pid or 0)
+            driver.end_tree(self._process.pid or 0)
         elif self._process.is_alive():
             self.send(driver.CLOSE)
             self._process.join(_CLOSE_LIMIT_S)

@@ -17,7 +17,7 @@ import torch
 from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import InvalidCall, Unavailable
 from attnlab.case.shown import Shown
-from attnlab.tensors.formats import FORMATS, ElementFormat, coarse, store, written_format
+from attnlab.tensors.formats import FORMATS, ElementFormat, coarse, spanning, store, written_format
 
 # Batch: ragged sequences with their query, key and value.
 
@@ -188,7 +188,10 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
     change_values(case.distribution, lengths, query, key, value)
     if case.spec.coarse:
-        key, value = coarse(key), coarse(value)
+        nearest = spanning if case.spec.writes_cache else coarse
+        key, value = nearest(key), nearest(value)
+    if "to_cache" in case.spec.rounding and case.kv_cache_dtype != "auto":
+        query = coarse(query)  # which FP8 holds exactly
     return Batch(
         lengths=lengths,
         query=query,

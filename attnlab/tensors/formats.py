@@ -108,6 +108,29 @@ def coarse_step(tokens: torch.Tensor) -> torch.Tensor:
     return torch.exp2((largest / 7).log2().ceil().clamp(*_STEPS))
 
 
+# Numbers that a cache with a scale and a zero point for each token and head holds exactly, if these come from
+# the smallest and the largest number of the token: 16 levels, whose distance is 17 times a power of two, so
+# that the 256 levels of int8 are a power of two apart.
+
+_LEVELS = 15
+
+
+def spanning(tokens: torch.Tensor) -> torch.Tensor:
+    """Return near numbers of such tokens [n, num_kv_heads, head_size]; both ends of each range occur.
+
+    The level of 0 is 6, 7 or 8, by token and head.
+    """
+    numbers = tokens.float()
+    least, most = numbers.aminmax(dim=-1, keepdim=True)
+    unit = 17 * torch.exp2(((most - least) / (17 * _LEVELS)).log2().ceil().clamp(-13.0, 4.0))
+    at = torch.arange(len(tokens))[:, None, None] + torch.arange(tokens.shape[1])[:, None]
+    zero = (6 + at % 3).to(tokens.device)
+    levels = (numbers / unit).round().add_(zero).clamp_(0, _LEVELS)
+    levels.scatter_(-1, numbers.argmin(-1, keepdim=True), 0.0)
+    levels.scatter_(-1, numbers.argmax(-1, keepdim=True), float(_LEVELS))
+    return ((levels - zero) * unit).to(tokens.dtype)
+
+
 # INT4 caches of vLLM: rotated tokens as pairs of nibbles, with a scale and a zero point per token and head.
 #
 # Source: vllm/v1/attention/ops/int4_per_token_head.py, vLLM 0.33.0. The rotation R is a Hadamard matrix of

@@ -17,6 +17,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.model import format_of
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import coarse
 from attnlab.weights.setup import AttentionSetup, cache_slots, has_new_slots
 
 
@@ -131,10 +132,10 @@ def with_drawn_keys(call: KernelCall, target: Target, seed: int = 5) -> KernelCa
     if call.spec.coarse:
         cached = (2 * cached).round().clamp(-7, 7) / 2
     stored = cached.to(format.dtype).view(format.storage)
-    query, key = (
-        _like(old, torch.randn(old.shape, generator=generator).to(old.dtype))
-        for old in (call.query, call.key)
-    )
+    query, key = (torch.randn(old.shape, generator=generator) for old in (call.query, call.key))
+    if "to_cache" in call.spec.rounding:
+        query = coarse(query)
+    query, key = _like(call.query, query), _like(call.key, key)
     return dataclasses.replace(call, query=query, key=key, key_cache=_like(call.key_cache, stored))
 
 

@@ -141,7 +141,9 @@ def test_what_is_wrong_so_far_is_announced_before_the_final_statement(tmp_path):
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     steps: list[str] = []
     found = diagnose(case, lab=Lab(on_step=lambda step, *rest: steps.append(step)), limit=None)
-    assert any(step.startswith("so far: ") for step in steps)
+    known = [*dict.fromkeys(step.split("\n")[0] for step in steps if step.startswith("so far: "))]
+    assert "rows are wrong; the largest absolute error" in known[0]  # a measurement, no name
+    assert found.conclusion.split("; ")[0] in known[-1]
     assert not any("so far" in sentence for sentence in found.sentences())
 
 

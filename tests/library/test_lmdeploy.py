@@ -24,6 +24,7 @@ from attnlab.tensors.case_call import visibility_of
 DECODE, PREFILL, FILL = (
     f"lmdeploy_{name}" for name in ("paged_attention", "flash_attention", "fill_kv_cache")
 )
+INTEGERS = [f"{op}_int{bits}" for op in (DECODE, FILL) for bits in (4, 8)]
 # Each sequence alone, with what LMDeploy's arguments mean.
 ATTEND = """
 import torch
@@ -59,6 +60,13 @@ FILES = {
 def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, page_table, softmax_scale=None,
                             window_size=None, softcap=None, alibi_slopes=None, k_scales_zeros=None,
                             v_scales_zeros=None, quant_policy=QuantPolicy.NONE, sinks=None):
+    if quant_policy in (QuantPolicy.INT4, QuantPolicy.INT8):
+        halves = ((k_cache, k_scales_zeros), (v_cache, {scales}_scales_zeros))
+        k_cache, v_cache = (
+            (torch.cat([n & 15, n >> 4], -1) if quant_policy == QuantPolicy.INT4 else n).sub(given[..., 1:])
+            * given[..., :1]
+            for n, given in halves
+        )
     out = q.new_empty(q.shape)
     is_fp8 = quant_policy in (QuantPolicy.FP8, QuantPolicy.FP8_E5M2)
     scales = (k_scales_zeros, v_scales_zeros) if is_fp8 else (1, 1)
@@ -85,7 +93,15 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_se
     return out
 """,
     "fill_kv_cache": """
+import torch
 from lmdeploy.messages import QuantPolicy
+
+def levels(one, policy):
+    least, most = one.float().aminmax(dim=-1, keepdim=True)
+    scale = (most - least) / (2**policy - 1)
+    n = (one.float() / scale - least / scale + 0.5).to(torch.uint8)
+    n = n[..., : n.shape[-1] // 2] | n[..., n.shape[-1] // 2 :] << 4 if policy == QuantPolicy.INT4 else n
+    return n, torch.cat([scale, -least / scale{zero}], -1)
 
 def fill_kv_cache(k_states, v_states, k_caches, v_caches, q_start_loc, q_seq_length, kv_seq_length,
                   max_q_seq_length, block_offsets, k_scales_zeros=None, v_scales_zeros=None,
@@ -99,6 +115,8 @@ def fill_kv_cache(k_states, v_states, k_caches, v_caches, q_start_loc, q_seq_len
                 (k_states, k_caches, k_scales_zeros), (v_states, v_caches, v_scales_zeros)
             ):
                 one = states[int(start) + j]
+                if quant_policy in (QuantPolicy.INT4, QuantPolicy.INT8):
+                    one, scale[block, at % size] = levels(one, quant_policy)
                 is_fp8 = quant_policy in (QuantPolicy.FP8, QuantPolicy.FP8_E5M2)
                 one = (one.float() / scale).clamp(-448, 448) if is_fp8 else one
                 caches[block, at % size] = one
@@ -111,8 +129,8 @@ def lmdeploy(folder: Path, **faults: str) -> Path:
     ops = folder / "lmdeploy/pytorch/kernels/cuda"
     ops.mkdir(parents=True)
     for name, text in FILES.items():
-        for place in ("window", "fill"):
-            text = text.replace(f"{{{place}}}", faults.get(place, ""))
+        for place, usual in {"window": "", "fill": "", "scales": "v", "zero": ""}.items():
+            text = text.replace(f"{{{place}}}", faults.get(place, usual))
         (ops / f"{name}.py").write_text(text)
     return folder
 
@@ -125,7 +143,7 @@ def case(op: str, **fields) -> Case:
 @needs_triton
 def test_the_ops_are_right_and_planted_faults_are_found(tmp_path):
     """A window that is one key too wide, and a write that is one slot too late."""
-    run = {"library": "lmdeploy", "engine": "local:1"}
+    run = {"library": "lmdeploy", "engine": "local:1", "ops": [DECODE, PREFILL, FILL]}
     right = check(source=lmdeploy(tmp_path / "a"), cases=6, **run)
     assert (right.cases_run, right.findings) == (18, [])
     wrong = lmdeploy(tmp_path / "b", window=" - 1", fill=" - (j == 1)")
@@ -135,6 +153,16 @@ def test_the_ops_are_right_and_planted_faults_are_found(tmp_path):
     assert evidence.endswith("1 token is 1 slot before the slot in slot_mapping")
     assert by_op.keys() == {DECODE, PREFILL, FILL}
     assert by_op[DECODE] == by_op[PREFILL] == "window_plus_one"
+
+
+@needs_triton
+def test_caches_of_integers(tmp_path):
+    """Values with the scales of keys, and zero points that are one too large."""
+    run = {"library": "lmdeploy", "engine": "local:1", "ops": INTEGERS, "cases": 3}
+    right = check(source=lmdeploy(tmp_path / "a"), **run)
+    assert (right.cases_run, right.findings) == (12, [])
+    wrong = check(source=lmdeploy(tmp_path / "b", scales="k", zero=" + 1"), **run)
+    assert {one.op for one in wrong.findings} == {*INTEGERS}
 
 
 @needs_triton
@@ -196,7 +224,7 @@ def test_rows_that_an_op_leaves_in_its_own_output_are_found(tmp_path):
 
 def test_what_a_record_leaves_out_is_named():
     names = " ".join((*OPS[DECODE].left_out, *OPS[PREFILL].left_out))
-    for name in ("INT4", "INT8", "TurboQuant", "block_sparse_size", "flatten_kv_cache"):
+    for name in ("TurboQuant", "block_sparse_size", "flatten_kv_cache"):
         assert name in names
 
 

@@ -1,5 +1,6 @@
 """The records of ops: names, expressions, and ops of a library that is read from a source."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, bind, evaluate
 from attnlab.lab.lab import Lab
+from attnlab.lab.reference import Rounding
 from attnlab.library.op import Op, libraries, ops_of, package_of
 
 DECODE = """
@@ -28,9 +30,10 @@ def decode_attention_fwd(q, k_buffer, v_buffer, o, kv_indptr, kv_indices, attn_l
         slots = kv_indices[kv_indptr[i] : kv_indptr[i + 1]].long()
         group = q.shape[1] // k_buffer.shape[1]
         key, value = (one[slots].float().repeat_interleave(group, 1) for one in (k_buffer, v_buffer))
-        scores = torch.einsum("hd,khd->hk", q[i].float(), key) * sm_scale{fault}
+        rounded = lambda one: one.to(k_buffer.dtype).float()
+        scores = torch.einsum("hd,khd->hk", rounded(q[i]), key) * sm_scale * k_scale{fault}
         scores = logit_cap * torch.tanh(scores / logit_cap) if logit_cap else scores
-        o[i] = torch.einsum("hk,khd->hd", scores.softmax(-1), value)
+        o[i] = torch.einsum("hk,khd->hd", rounded(scores.softmax(-1)), value) * v_scale
 """
 
 
@@ -99,6 +102,30 @@ def test_a_library_is_checked_from_its_source(tmp_path):
     (found,) = check(library="sglang", source=wrong, cases=2, engine="local:1").findings
     assert (found.kind, found.op) == ("wrong_output", "sglang_decode_attention")
     assert found.diagnosis == "scale_doubled"
+
+
+@needs_triton
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_query_and_weights_in_the_format_of_a_cache(tmp_path, kv_cache_dtype):
+    """Rounding alone is right; a query that FP8 does not hold has a larger bound, and wrong scales show."""
+    lab = Lab(source=sglang(tmp_path))
+    one = Case(
+        op="sglang_decode_attention",
+        backend="library:sglang",
+        **{"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16, "num_heads": 4},
+        **{"num_queries_per_kv": 2, "head_size": 32, "k_scale": 0.5, "v_scale": 0.25},
+        **{"kv_cache_dtype": kv_cache_dtype, "distribution": "normal", "platform": "sm_90"},
+    )
+    assert lab.run(one).status == "match"
+    file = next(tmp_path.rglob("decode_attention.py"))
+    for i, (right, wrong) in enumerate((("* v_scale", "* k_scale"), ("* k_scale", "* 1.0"))):
+        root = sglang(tmp_path / str(i))
+        (root / file.relative_to(tmp_path)).write_text(file.read_text().replace(right, wrong))
+        assert Lab(source=root).run(one).status == "mismatch"
+    call, kernels = lab.call(one), (one.op,)
+    odd = dataclasses.replace(call, query=call.query * 1.01)
+    even, rounded = (Rounding.of(each, Target.of(one), kernels) for each in (call, odd))
+    assert rounded.products > even.products == 0
 
 
 @needs_triton

@@ -18,7 +18,7 @@ from attnlab.kernels.vllm.source import find_source
 from attnlab.recorder.ops import vllm_ops
 from attnlab.serving.begun_op import intent_of_layer
 from attnlab.serving.capture_state import RecordFile, read_records
-from attnlab.serving.plugin import CaptureSettings
+from attnlab.serving.settings import CaptureSettings
 from attnlab.serving.start import Session, attention_wrapper
 
 MODULE = "vllm.v1.attention.ops.triton_decode_attention"

@@ -20,14 +20,14 @@ from attnlab.serving.capture_state import (
     Tally,
     read_records,
 )
-from attnlab.serving.plugin import (
+from attnlab.serving.report import read_report, with_diagnoses
+from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
     parse_count,
     parse_range,
     parse_share,
 )
-from attnlab.serving.report import read_report, with_diagnoses
 from attnlab.tensors.call import KernelCall, Origin
 
 
@@ -136,8 +136,6 @@ def test_an_empty_folder_has_checked_nothing(tmp_path):
     report = read_report(tmp_path)
     assert not report.has_checked
     assert "VLLM_PLUGINS" in report.notes[0]
-    with pytest.raises(InvalidCase, match="out must be"):
-        read_report(tmp_path / "none")
 
 
 def test_the_page_has_what_was_found(tmp_path):

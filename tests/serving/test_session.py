@@ -10,7 +10,7 @@ from helpers.fake_vllm import BLOCK, Impl, new_request, runner, scheduled
 
 from attnlab.serving.batch import Request, Requests
 from attnlab.serving.capture_state import RecordFile, read_records
-from attnlab.serving.plugin import CaptureSettings
+from attnlab.serving.settings import CaptureSettings
 from attnlab.serving.start import Session
 
 LAYERS = ("layers.0.attn", "layers.1.attn")

@@ -150,10 +150,13 @@ def test_the_largest_worker_is_ended_before_memory_runs_out(monkeypatch):
 
 
 def test_time_without_a_core_does_not_count():
-    """Elapsed time is wall time less the time in the run queue; here nothing waits for long."""
+    """Elapsed time is wall time less that in the run queue; a quarter counts if nothing computes."""
     with LocalEngine(1) as engine:
         engine.run(ToyJob(), toy_tasks(""), lambda outcome: None)
         worker = engine._slots[0]
+        worker._began -= 100.0  # as if it had done nothing for 100 s
+        assert 25 <= worker.spent_s < 50
+        worker._began += 100.0
         worker._waited -= 100.0  # as if it had waited for a core for 100 s
         assert worker.elapsed_s < -50
 

@@ -19,7 +19,8 @@ from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.checker.plan import Plan
 from attnlab.checker.report import check_library
 from attnlab.tasks.local import LocalEngine
-from attnlab.tasks.run import end_tree, find_engine
+from attnlab.tasks.ray_driver import end_tree
+from attnlab.tasks.run import find_engine
 from attnlab.tasks.task import Task
 
 pytestmark = pytest.mark.slow  # all, so that one cluster is started in a run of all tests

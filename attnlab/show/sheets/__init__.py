@@ -46,8 +46,8 @@ SHEETS: dict[str, str] = {
     "attnlab.horizon.survey.Survey": "attnlab.show.sheets.conclusions.survey",
     "attnlab.checker.releases.ReleaseTable": "attnlab.show.sheets.conclusions.release_table",
     "attnlab.replay.replay_call.Replays": "attnlab.replay.replay_call.replays",
-    "attnlab.replay.probe.Probe": "attnlab.replay.replay_call.probe",
-    "attnlab.replay.shrinking.Shrunk": "attnlab.replay.replay_call.shrunk",
+    "attnlab.replay.probe.Probe": "attnlab.replay.probe.probe_sheet",
+    "attnlab.replay.shrinking.Shrunk": "attnlab.replay.shrinking.shrunk",
     "attnlab.serving.report.CaptureReport": "attnlab.serving.report.capture_report",
 }
 WIDTH = 110  # columns of text if no terminal reports its width

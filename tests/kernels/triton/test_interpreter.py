@@ -225,22 +225,6 @@ def test_a_long_run_gives_a_notice_before_it_starts(monkeypatch: pytest.MonkeyPa
     assert not notices
 
 
-def test_triton_that_compiles_is_told_apart() -> None:
-    """If Triton was imported in compile mode, the error names the variable to set."""
-    code = (
-        "import triton\n"
-        "from attnlab.kernels.triton.interpreter import interpreted_triton\n"
-        "from attnlab.case.errors import Unavailable\n"
-        "try: interpreted_triton()\n"
-        "except Unavailable as error: print(error)\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != interpreter.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert "set TRITON_INTERPRET=1 before it is imported" in done.stdout
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot fork here")
 def test_a_launch_that_is_ended_does_not_wait_for_its_children():
     """If on_programs raises during a split launch, the other processes end at once."""

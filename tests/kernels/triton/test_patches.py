@@ -176,7 +176,9 @@ def test_a_call_of_the_stock_interpreter_is_diagnosed_with_its_kernel(tmp_path: 
         call = dataclasses.replace(call, origin=origin)
         found = diagnose_captured(call, Case(), runner=find_backend(case.backend), limit=None)
         assert found.is_wrong == ("%" in new)
-        assert found.unknown[-1].startswith("the recorded output: bfloat16 under Triton's")
+        assert found.diagnosed.endswith(
+            "the recorded one is of bfloat16 under Triton's interpreter"
+        )
 
 
 # ``and`` and ``or`` of blocks under the interpreter: element by element, as Triton compiles them.

@@ -125,14 +125,22 @@ def test_a_scalar_is_a_loop_bound_with_every_triton(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_device_decides_whether_triton_interprets(wanted):
-    """A worker for a GPU may inherit the variable of a process that interprets, and the reverse."""
+    """A worker for a GPU may inherit the variable of a process that interprets, and the reverse.
+
+    Afterwards the other way is refused, and the error names the variable to set.
+    """
     code = (
+        "from attnlab.case.errors import Unavailable\n"
         "from attnlab.kernels.triton.interpreter import is_interpreting, load_triton\n"
         f"load_triton(interpret={wanted})\n"
-        "print(is_interpreting())"
+        "print(is_interpreting())\n"
+        f"try: load_triton(interpret={not wanted})\n"
+        "except Unavailable as error: print(error)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0" if wanted else "1"}
     ran = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.strip() == str(wanted)
+    is_interpreting, refusal = ran.stdout.splitlines()
+    assert is_interpreting == str(wanted)
+    assert f"set TRITON_INTERPRET={int(not wanted)} before it is imported" in refusal

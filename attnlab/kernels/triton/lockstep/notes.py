@@ -149,11 +149,11 @@ class ProgramAccesses(Recorder):
 
     def loaded(self, addresses: Any, program: Any) -> None:
         """Record loads as :class:`Recorder` says."""
-        self._loads.append((addresses, program))
+        self._loads.append(_flat(addresses, program))
 
     def stored(self, addresses: Any, program: Any) -> None:
         """Record stores as :class:`Recorder` says."""
-        self._stores.append((addresses, program))
+        self._stores.append(_flat(addresses, program))
 
     def clear(self) -> None:
         """Forget the accesses of a batch that does not end."""
@@ -165,6 +165,11 @@ class ProgramAccesses(Recorder):
         both = (_addresses_of(parts, batch.size) for parts in (self._loads, self._stores))
         self.found += zip(batch.numbers.tolist(), zip(*both, strict=True), strict=True)
         self.clear()
+
+
+def _flat(addresses: Any, program: Any) -> tuple[Any, Any]:
+    """Return addresses and their programs, if these are given, as arrays of one axis."""
+    return addresses.reshape(-1), None if program is None else program.reshape(-1)
 
 
 def _addresses_of(parts: list[Any], size: int) -> list[Any]:

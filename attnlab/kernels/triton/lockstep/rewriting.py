@@ -5,7 +5,8 @@ Branches, loops, conditional expressions, ``and``, ``or``, ``not`` and chained c
 """
 
 import ast
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attnlab.kernels.triton.kernel_text import (
@@ -46,14 +47,19 @@ def check_statements(function: ast.FunctionDef) -> None:
 
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the names that statements assign, in order."""
-    found = (
-        one.id
-        for node in nodes
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    )
-    return list(dict.fromkeys(found))
+    """Return the names that statements or targets assign, in order."""
+    return list(dict.fromkeys(name for node in nodes for name in _stored(node)))
+
+
+def _stored(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Tuple | ast.List | ast.Starred):
+        yield from stored(ast.iter_child_nodes(node))
+    elif isinstance(node, ast.stmt):  # other expressions assign nothing
+        for field in ("targets", "target", "body", "orelse"):
+            part = getattr(node, field, ())
+            yield from stored(part if isinstance(part, list) else [part])
 
 
 def loaded(node: ast.AST | None) -> Names:
@@ -80,6 +86,7 @@ class Liveness:
         self.at_end: dict[ast.stmt, Names] = {}
         self.otherwise: dict[ast.stmt, Names] = {}
         self._jumps: list[tuple[Names, Names]] = []  # read after break and after continue, by loop
+        self._loaded = functools.cache(loaded)
         self._before(function.body, set())
 
     def _before(self, block: Sequence[ast.stmt], after: Names) -> Names:
@@ -92,7 +99,7 @@ class Liveness:
         """Return what may be read before a statement, from what may be read after it."""
         if isinstance(node, ast.If):
             self.otherwise[node] = self._before(node.orelse, after)
-            return loaded(node.test) | self._before(node.body, after) | self.otherwise[node]
+            return self._loaded(node.test) | self._before(node.body, after) | self.otherwise[node]
         if isinstance(node, ast.For | ast.While):
             return self._loop(node, after)
         if isinstance(node, ast.Break):
@@ -100,11 +107,11 @@ class Liveness:
         if isinstance(node, ast.Continue):
             return after | self._jumps[-1][1]
         if isinstance(node, ast.AugAssign):
-            return after | loaded(node.value) | set(stored([node]))
-        return (after - set(stored([node]))) | loaded(node)
+            return after | self._loaded(node.value) | set(stored([node]))
+        return (after - set(stored([node]))) | self._loaded(node)
 
     def _loop(self, node: ast.For | ast.While, after: Names) -> Names:
-        test = loaded(node.test) if isinstance(node, ast.While) else set()
+        test = self._loaded(node.test) if isinstance(node, ast.While) else set()
         target = set(stored([node.target])) if isinstance(node, ast.For) else set()
         end = after | test
         while True:
@@ -115,7 +122,7 @@ class Liveness:
                 break
             end = end | (begin - target)
         self.at_end[node] = end
-        return end | (loaded(node.iter) if isinstance(node, ast.For) else set())
+        return end | (self._loaded(node.iter) if isinstance(node, ast.For) else set())
 
 
 def is_exact(node: ast.For) -> bool:

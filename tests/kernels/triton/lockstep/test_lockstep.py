@@ -203,7 +203,8 @@ def test_reads_are_those_of_each_program(kernels):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_alone"), [("walk", False), ("loops", False), ("same_element", True)]
+    ("name", "is_alone"),
+    [("walk", False), ("loops", False), ("shapes", False), ("same_element", True)],
 )
 def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
     """All loads and stores of a program, as when programs run one after another, which conflicts need."""
@@ -211,6 +212,7 @@ def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
     given = {
         "walk": (numbers, torch.randn(8, 4), torch.zeros(6, 4)),
         "loops": (numbers, torch.zeros(24)),
+        "shapes": (torch.randn(24), torch.randn(6), torch.zeros(96)),
         "same_element": (torch.zeros(16), 8),
     }[name]
     fixed = {} if name == "same_element" else {"SIZE": 4}
