@@ -341,7 +341,7 @@ def _trtllm_decode(function: Callable[..., Any], call: KernelCall) -> Any:
 
 def _trtllm_context(function: Callable[..., Any], call: KernelCall) -> Any:
     lens = torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
-    given = {"query": call.query, "kv_cache": _both(call), **_of_trtllm(call), "bmm2_scale": 1.0}
+    given = {"query": call.query, "kv_cache": _pages(call), **_of_trtllm(call), "bmm2_scale": 1.0}
     given |= {"max_q_len": call.max_query_len, "max_kv_len": given.pop("max_seq_len")}
     given |= {"batch_size": len(call.seq_lens), "cum_seq_lens_q": call.query_start_loc}
     given |= {"cum_seq_lens_kv": lens, "kv_layout": "NHD"}
