@@ -420,11 +420,11 @@ def _with(
     Raises Unsupported for what the call needs and the function does not have.
     """
     used = {name: value for name, value in others.items() if value is not None}
-    has = {*given, *used, *inspect.signature(function).parameters}
+    parameters = inspect.signature(function).parameters
     needed = [name for name, is_needed in _needed(call).items() if is_needed]
-    for name in (*used, *(one for one in needed if one not in _STATED)):
-        if name not in has:
-            raise Unsupported(f"{function.__name__} must have an argument {name} for this call")
+    others_needed = [name for name in needed if name not in (*_STATED, *given)]
+    for name in (*(one for one in used if one not in parameters), *others_needed):
+        raise Unsupported(f"{function.__name__} must have an argument {name} for this call")
     sm_scale = call.query.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale
     return function(*first, **given, **used, **{scale: sm_scale})
 
