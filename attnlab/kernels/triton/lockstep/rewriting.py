@@ -58,7 +58,7 @@ def _stored(node: ast.AST) -> Iterator[str]:
         yield from stored(ast.iter_child_nodes(node))
     elif isinstance(node, ast.stmt):  # other expressions assign nothing
         for field in ("targets", "target", "body", "orelse"):
-            part = getattr(node, field, ())
+            part: Any = getattr(node, field, [])
             yield from stored(part if isinstance(part, list) else [part])
 
 
