@@ -7,21 +7,27 @@ the modules that attnlab's records of the library name are imported as for ``att
 asks for a CUDA device gets the CPU. ``--attnlab-power`` says which defects each passing test would notice.
 ``--op MODULE:FUNCTION`` names the functions whose calls are recorded. ``--reduce "OLD => NEW"`` replaces a
 text of the test file, such as a size that is too large for an interpreter; the output states them.
+``--answer`` states what a function of the library returns that asks about the GPU. ``--faults N`` plants
+N faults by the rules of tools/source_mutation.py, one after the other.
 """
 
 import argparse
 import inspect
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import source_mutation
 import torch
 
 from attnlab.case.platforms import PLATFORMS
@@ -40,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     package = package_of(given["library"])
     platform = PLATFORMS[given["platform"]]
     stubs = package_stubs(package, platform, interpreted_triton())
-    loader = Loader(find_source(given["source"], package), stubs)
+    source = find_source(given["source"], package)
+    loader = Loader(source, stubs)
     folders: dict[str, dict[str, Any]] = {}
     for name in given["modules"]:
         module = loader.load(name)
@@ -48,19 +55,53 @@ def pytest_configure(config: pytest.Config) -> None:
         folders.setdefault(str(module.__package__), {}).update(functions)
     for name, module in loader._modules.items():
         if name.partition(".")[0] == package.name:
-            vars(module).setdefault("__path__", [])
+            vars(module).setdefault("__path__", [str(source.root / name.replace(".", "/"))])
             sys.modules[name] = module
+    for one, _, answer in (text.partition("=") for text in given["answers"]):
+        module, _, function = one.partition(":")
+        stub = sys.modules.setdefault(module, ModuleType(module))
+        vars(stub)[function] = lambda *args, answer=answer: answer
+        vars(sys.modules[module.rpartition(".")[0]])[module.rpartition(".")[2]] = stub
     for name, functions in folders.items():  # what the package exports
         vars(sys.modules[name]).update(functions)
     torch.cuda.is_available = lambda: True
-    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda seed: None
+    for name in ("manual_seed", "manual_seed_all", "set_device", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args: None)
     on_cpu = OnCpu()
     on_cpu.__enter__()
     config.add_cleanup(lambda: on_cpu.__exit__(None, None, None))
 
 
-def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the tests in a folder; return their outcomes and powers."""
+def planted(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Plant faults by rules in the kernels, one after the other; yield each with the tests that fail."""
+    source = find_source(args.source, package_of(args.library))
+    wanted = {one.partition(":")[0].rpartition(".")[2] for one in args.op}
+    file = next(
+        one
+        for folder in source.ops_folders
+        for name in wanted
+        for one in (source.root / folder).rglob(f"{name}.py")
+    )
+    every = source_mutation.mutants(file.read_text())
+    for mutant in random.Random(args.seed).sample(every, min(args.faults, len(every))):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder) / "source"
+            shutil.copytree(
+                source.root, root, ignore=shutil.ignore_patterns(".git", "csrc", "3rdparty")
+            )
+            (root / file.relative_to(source.root)).write_text(mutant.apply(file.read_text()))
+            found = run(args, Path(folder), root)
+            failed = [
+                name for name, kind in found["outcomes"].items() if kind in ("failure", "error")
+            ]
+            yield {
+                **{"line": mutant.line, "rule": mutant.rule, "before": mutant.before},
+                **{"after": mutant.after, "failed": failed},
+            }
+
+
+def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
+    """Run the tests in a folder with the library at ``root``; return their outcomes and powers."""
     tests = folder / "tests"
     shutil.copytree(args.tests.parent, tests)
     file = tests / args.tests.name
@@ -72,8 +113,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     modules = [op.module for op in ops_of(args.library)] if not args.op else []
     modules += [one.partition(":")[0].rpartition(".")[2] for one in args.op]
     settings = {
-        **{"library": args.library, "source": str(args.source.absolute())},
+        **{"library": args.library, "source": str(root.absolute())},
         **{"platform": args.platform, "modules": list(dict.fromkeys(modules))},
+        "answers": args.answer,
     }
     recorded = "\n".join(args.op)
     command = [
@@ -116,12 +158,19 @@ def main() -> None:
     parser.add_argument("tests", type=Path)
     parser.add_argument("-k", default="")
     parser.add_argument("--op", action="append", default=[])
+    parser.add_argument("--answer", action="append", default=[], metavar="MODULE:FUNCTION=TEXT")
     parser.add_argument("--platform", default="sm_90")
     parser.add_argument("--reduce", action="append", default=[], metavar="OLD => NEW")
+    parser.add_argument("--faults", type=int, default=0, help="plant so many faults in the kernels")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        args.out.write_text(json.dumps(run(args, Path(folder)), indent=1) + "\n")
+        found = run(args, Path(folder), args.source)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for one in planted(args) if args.faults else ():
+        found.setdefault("faults", []).append(one)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

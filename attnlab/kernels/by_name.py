@@ -341,7 +341,7 @@ def _trtllm_decode(function: Callable[..., Any], call: KernelCall) -> Any:
 
 def _trtllm_context(function: Callable[..., Any], call: KernelCall) -> Any:
     lens = torch.nn.functional.pad(call.seq_lens.cumsum(0), (1, 0)).int()
-    given = {"query": call.query, "kv_cache": _both(call), **_of_trtllm(call), "bmm2_scale": 1.0}
+    given = {"query": call.query, "kv_cache": _pages(call), **_of_trtllm(call), "bmm2_scale": 1.0}
     given |= {"max_q_len": call.max_query_len, "max_kv_len": given.pop("max_seq_len")}
     given |= {"batch_size": len(call.seq_lens), "cum_seq_lens_q": call.query_start_loc}
     given |= {"cum_seq_lens_kv": lens, "kv_layout": "NHD"}
@@ -420,11 +420,11 @@ def _with(
     Raises Unsupported for what the call needs and the function does not have.
     """
     used = {name: value for name, value in others.items() if value is not None}
-    has = {*given, *used, *inspect.signature(function).parameters}
+    parameters = inspect.signature(function).parameters
     needed = [name for name, is_needed in _needed(call).items() if is_needed]
-    for name in (*used, *(one for one in needed if one not in _STATED)):
-        if name not in has:
-            raise Unsupported(f"{function.__name__} must have an argument {name} for this call")
+    others_needed = [name for name in needed if name not in (*_STATED, *given)]
+    for name in (*(one for one in used if one not in parameters), *others_needed):
+        raise Unsupported(f"{function.__name__} must have an argument {name} for this call")
     sm_scale = call.query.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale
     return function(*first, **given, **used, **{scale: sm_scale})
 

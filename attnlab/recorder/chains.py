@@ -25,6 +25,7 @@ _ROWS, _KEYS, _SIZE = (
     "key",
     "size",
 )  # dimensions of a product; the others are those of its batch
+_MOST = 1 << 26  # elements of a tensor that is followed
 _NOISE = 1e-3  # of scores that are equal but for rounding
 
 
@@ -53,7 +54,7 @@ class Chain:
 
 def follow(name: str, args: Sequence[Any], result: Any) -> Chain | None:
     """Follow one call of a torch function; return the attention that it completes, if it does."""
-    if type(result) is not torch.Tensor or result.dim() < 2:
+    if type(result) is not torch.Tensor or result.dim() < 2 or result.numel() > _MOST:
         return None
     if name in _PRODUCTS:
         return _of_product(name, args, result)

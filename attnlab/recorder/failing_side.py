@@ -109,7 +109,8 @@ class Comparisons:
         if self._is_paused or len(args) < 1:
             return
         if name in _SUBTRACTIONS:
-            if len(args) > 1 and _are_alike(*args[:2]) and isinstance(result, torch.Tensor):
+            is_pair = len(args) > 1 and _are_alike(*args[:2]) and isinstance(result, torch.Tensor)
+            if is_pair and result.numel() in self._sizes():
                 set_note(result, _Difference(*args[:2]))
         elif name in _COMPARED_BY:
             error = result if isinstance(result, RuntimeError) else None

@@ -317,7 +317,8 @@ def _call_and_comparison(
                 return found, shaped
     own = [one for one in recorded if not _is_reference(one)]
     attention = [one for one in own if not one.is_write]
-    return (attention or own or list(recorded))[-1], None
+    called = [one for one in recorded if not one.is_chain]
+    return (attention or own or called or list(recorded))[-1], None
 
 
 def _is_torch(one: Recorded) -> bool:
