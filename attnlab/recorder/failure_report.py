@@ -158,7 +158,9 @@ def _fill(
     _write(report, node_id, one, judgement, found, folder)
 
 
-_NOT_CONFIRMED = "the test compares its output with nothing recognised as the attention of its arguments"
+_NOT_CONFIRMED = (
+    "the test compares its output with nothing recognised as the attention of its arguments"
+)
 _NO_ATTENTION = (
     "the function has the arguments of attention, but the test compares its output with nothing that was "
     "recognised as the attention of these arguments; if it is meant to be: -o attnlab_ops={}"
