@@ -240,6 +240,8 @@ def _scale_changes(k: _Scale, v: _Scale) -> tuple[tuple[str, str, tuple[_Scale, 
         (multiplied, "k_scale multiplies instead of dividing", (1 / k, v)),
         (multiplied, "v_scale multiplies instead of dividing", (k, 1 / v)),
         (multiplied, "both scales multiply instead of dividing", (1 / k, 1 / v)),
+        ("scale_of_keys", "values are divided by k_scale", (k, k)),
+        ("scale_of_values", "keys are divided by v_scale", (v, v)),
     )
 
 
@@ -347,7 +349,6 @@ def diagnose_captured(
     if call.origin.backend == STOCK_BFLOAT16 and output is None:
         if runner is None:
             return Diagnosis(status="not decided", rejection=_OF_STOCK)
-        runner = for_call(call, runner)
         output = run_call(call.cpu(), runner, ran.case)
         own = dataclasses.replace(call, origin=dataclasses.replace(call.origin, backend=None))
         found = diagnose_captured(

@@ -491,7 +491,7 @@ def _merged(found: Iterable[Ranked], scores: dict[Line, float]) -> tuple[KernelL
     for one in found:
         if one[0] not in best or one[2] > best[one[0]][2]:
             best[one[0]] = one
-    ranked = sorted(best.values(), key=lambda one: (-one[2], -scores.get(one[0], 0.0)))
+    ranked = sorted(best.values(), key=lambda one: (-one[2], -scores.get(one[0], 0.0), one[0]))
     return tuple(
         KernelLine(
             file=file,

@@ -30,6 +30,7 @@ from attnlab.weights.conclude import other_case, with_more_heads
 
 SECOND_SCALES = {"k_scale": 0.7, "v_scale": 0.3}  # neither is a power or a product of the other
 _SCALE = 0.73  # the second scale of the scores, in units of the first
+_CAP = 0.83  # the second soft cap, in units of the first
 _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
@@ -221,13 +222,17 @@ def _lengths(case: Case, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def _other_scales(case: Case) -> dict[str, Any]:
-    """Return an odd scale of the scores, unless the default is at issue, and of an FP8 cache that has
-    scales. Numbers of ±1e-3 become normal ones: else all scores, and the maxima of all parts, are about 0."""
+    """Return an odd scale of the scores, unless the default is at issue, an odd soft cap, and odd scales of
+    an FP8 cache. Numbers of ±1e-3 become normal ones: else all scores, and the maxima of all parts, are
+    about 0.
+    """
     changes: dict[str, Any] = {}
     if case.distribution == "uniform_1e-3":
         changes["distribution"] = "normal"
     if case.sm_scale is not None or case.release != "0.11.2":
         changes["sm_scale"] = round(_SCALE * (case.sm_scale or case.head_size**-0.5), 5)
+    if case.softcap is not None:  # 2 · tanh(s) has twice the scale of 2 · tanh(s / 2)
+        changes["softcap"] = round(_CAP * case.softcap, 5)
     if case.is_fp8 and (case.k_scale, case.v_scale) != (1.0, 1.0):
         changes |= SECOND_SCALES
     return {name: value for name, value in changes.items() if name not in _FIXED.get()}

@@ -65,6 +65,7 @@ def run_call(
     and the release. Raises KernelRejected, KernelFailed, Unavailable, or InvalidCase for an op or format
     that the backend does not have.
     """
+    backend = for_call(call, backend)
     _check_runs(call, backend)
     call = call.with_buffer()
     fresh = call.buffer.new_full(call.buffer.shape, float("nan"))

@@ -15,6 +15,7 @@ from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCall
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.kernels.backend import Backend, RunOutput
+from attnlab.kernels.run_call import for_call
 from attnlab.lab.lab import Lab
 from attnlab.lab.products import batch_key, cache_key
 from attnlab.tensors.cache import (
@@ -106,7 +107,7 @@ def call_lab(call: KernelCall, ran: Case, runner: Backend, **options: Any) -> Ca
     ``ran``: has the platform and the release; ``options``: fields of the Lab. Raises InvalidCase or
     InvalidCall with the field that no Case has.
     """
-    call = unshared(_real_sequences(call))
+    call, runner = unshared(_real_sequences(call)), for_call(call, runner)
     case = _case_of(call, ran, runner)
     batch = _batch_of(call, case)
     case = case.replace(distribution=distribution_of(batch.query, batch.key, batch.value))

@@ -24,7 +24,7 @@ from attnlab.diagnosis.candidates import correct_and_bound
 from attnlab.diagnosis.captured import check_diagnosable, problem_of, where_it_ran
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
-from attnlab.kernels.run_call import for_call, run_call
+from attnlab.kernels.run_call import run_call
 from attnlab.kernels.runner import Runner, one_backend, runners
 from attnlab.lab.cache_write import expected_write
 from attnlab.lab.call_lab import CallLab, call_lab
@@ -436,7 +436,6 @@ def lab_of_call(
     """Return the lab that runs a call on its kernel; None without a kernel or a Case for the call."""
     if runner is None:
         return None
-    runner = for_call(call, runner)
     ran = where_to_run(call, runner, case, tuple(given))
     try:
         return call_lab(call.cpu(), ran, runner)

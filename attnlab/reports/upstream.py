@@ -512,6 +512,9 @@ def _call_script(
         raise Unsupported(
             "the call does not hold the new keys, which are arguments of the function"
         )
+    may_launch = not kernel.file or "triton" in kernel.file
+    is_launching = may_launch and (kernel.file or not kernel.is_own)
+    interpreted = "under Triton's interpreter " if is_launching else ""
     return render(
         "call_repro.py.j2",
         {
@@ -520,9 +523,8 @@ def _call_script(
             "needs_triton": any("triton." in one for one in texts.values()),
             "evidence": evidence.rstrip("."),
             "version": backend.version,
-            "how": "natively"
-            if backend.device == "cuda"
-            else "under Triton's interpreter on a CPU",
+            "how": "natively" if backend.device == "cuda" else f"{interpreted}on a CPU",
+            "may_launch": may_launch,
             "kernel": kernel,
             "file": _literal(kernel.file),
             "function": kernel.function,

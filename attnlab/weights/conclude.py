@@ -17,6 +17,7 @@ from attnlab.contracts.dispatch import decide, kernels_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import controlled, is_controlled
+from attnlab.kernels.run_call import for_call
 from attnlab.lab.lab import Lab, default_lab
 from attnlab.lab.products import check_memory
 from attnlab.tensors.cache import NOBODY
@@ -683,6 +684,7 @@ def xray_of_call(
     found = backend
     if not isinstance(found, Backend):
         found = find_backend(found or ran.backend, lab.source, lab.device)
+    found = for_call(call, found)
     return xray_of(_on_fastest(_of_call(call, ran, found), lab.device), limit_s=limit_s)
 
 

@@ -251,6 +251,33 @@ def test_a_function_that_takes_tensors_is_a_runner(tmp_path, monkeypatch):
         attnlab.diagnose(call, backend="demanding:attention")
 
 
+DECODE = """
+import torch
+
+def decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    keys = torch.arange(int(seq_lens.max()))
+    pages = block_table[:, keys // k_cache.shape[1]].long()
+    k, v = (
+        one[pages, keys % one.shape[1]].repeat_interleave(q.shape[1] // one.shape[2], 2).float()
+        for one in (k_cache, v_cache)
+    )
+    scores = torch.einsum("shd,skhd->shk", q.float(), k) * softmax_scale
+    scores = scores.masked_fill(keys >= seq_lens[:, None, None] - 1, -torch.inf)
+    return torch.einsum("shk,skhd->shd", scores.softmax(-1), v).to(q.dtype)
+"""
+
+
+def test_a_kernel_runs_calls_of_another_op_than_its_arguments_suggest(tmp_path):
+    (tmp_path / "mine.py").write_text(DECODE)
+    backend = f"{tmp_path / 'mine.py'}:decode"
+    call = call_of(query_lens=(1, 1), ctx_lens=(20, 33), op="unified_attention")
+    assert call.op not in find_backend(backend).ops
+    assert attnlab.diagnose(call, backend=backend, locate=False).is_wrong
+    assert attnlab.xray(call, backend=backend).status == "described"
+    assert attnlab.shrink_call(call, backend=backend).is_failing
+    assert attnlab.replay_call(call, backends=[backend]).replays[0].status == "mismatch"
+
+
 def test_bad_runners(tmp_path, capsys):
     path = tmp_path / "call.safetensors"
     call_of().save(path)

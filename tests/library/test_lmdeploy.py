@@ -14,6 +14,7 @@ from attnlab.checker.hostile import hostile_cases
 from attnlab.cli.main import main
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.confirmation import with_leaks
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import find_dependence
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
@@ -212,6 +213,19 @@ LENS = {"query_lens": (3,), "ctx_lens": (5,), "backend": "vllm"}
 
 
 @needs_triton
+def test_a_fault_of_the_soft_cap_is_no_doubled_scale(tmp_path):
+    """With a cap of 2, scores that are not divided by it have exactly twice their scale."""
+    source = lmdeploy(tmp_path)
+    file = source / "lmdeploy/pytorch/kernels/cuda/pagedattention.py"
+    file.write_text(file.read_text().replace("tanh(scores / softcap)", "tanh(scores)"))
+    found = diagnose(
+        case(DECODE, softcap=2.0, distribution="normal"), lab=Lab(source=source), limit=None
+    )
+    assert found.is_wrong
+    assert found.cause is None or found.cause.name != "scale_doubled"
+
+
+@needs_triton
 def test_rows_that_an_op_leaves_in_its_own_output_are_found(tmp_path):
     """It returns what ``new_empty`` gave it, which is NaN here."""
     source = lmdeploy(tmp_path)
@@ -220,6 +234,8 @@ def test_rows_that_an_op_leaves_in_its_own_output_are_found(tmp_path):
     result = Lab(source=source).run(case(DECODE))
     assert bool(result.output[0].isnan().all())
     assert not bool(result.output[1].isnan().any())
+    run = {"library": "lmdeploy", "engine": "local:1", "ops": [DECODE], "cases": 2}
+    assert {one.diagnosis for one in check(source=source, **run).findings} == {"unwritten memory"}
 
 
 def test_what_a_record_leaves_out_is_named():

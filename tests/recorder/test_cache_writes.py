@@ -145,11 +145,14 @@ def test_the_text_of_a_shift(custom_ops):
     assert "slot_mapping names the right slots" in " ".join(found.unknown)
 
 
-@pytest.mark.parametrize("change", ["ignored", "multiplied", "exchanged"])
+@pytest.mark.parametrize("change", ["ignored", "multiplied", "exchanged", "of_keys", "of_values"])
 def test_scales_of_a_write(custom_ops, change):
     """The op gets the right scales and uses others."""
     call = written(custom_ops, kind="fp8")
-    k_scale, v_scale = {"ignored": (1, 1), "multiplied": (2, 4), "exchanged": (0.25, 0.5)}[change]
+    k_scale, v_scale = {
+        **{"ignored": (1, 1), "multiplied": (2, 4), "exchanged": (0.25, 0.5)},
+        **{"of_keys": (0.5, 0.5), "of_values": (0.25, 0.25)},
+    }[change]
     other = dataclasses.replace(call, k_scale=k_scale, v_scale=v_scale)
     wrong = dataclasses.replace(other, k_scale=0.5, v_scale=0.25)
     wrong.output.copy_(call.output)

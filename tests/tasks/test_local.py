@@ -155,7 +155,7 @@ def test_time_without_a_core_does_not_count():
         engine.run(ToyJob(), toy_tasks(""), lambda outcome: None)
         worker = engine._slots[0]
         worker._began -= 100.0  # as if it had done nothing for 100 s
-        assert 25 <= worker.spent_s < 50
+        assert 20 < worker.spent_s < 50
         worker._began += 100.0
         worker._waited -= 100.0  # as if it had waited for a core for 100 s
         assert worker.elapsed_s < -50

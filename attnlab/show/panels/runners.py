@@ -134,7 +134,7 @@ def subject(
         own = PluginBackend(spec=name, function=kernel) if name and callable(kernel) else None
         runner = own or one_backend(source, name, None) or ModelBackend()
         ran = where_it_ran(what, Case()).case
-        of_call = call_lab(what.cpu(), ran, for_call(what, runner), source=source)
+        of_call = call_lab(what.cpu(), ran, runner, source=source)
         return of_call.case, of_call
     lab = lab if lab is not None else Lab(source=source)
     if name is None:
