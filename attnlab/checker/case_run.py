@@ -175,7 +175,10 @@ def source_digest(backend: Backend) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of attnlab, with a digest of its code that decides verdicts, and of packages."""
     root = Path(attnlab.__file__).parent
-    files = (file for name in _OF_VERDICTS for file in (root / name).rglob("*.py"))
+    endings = (".py", ".toml")
+    files = (
+        file for name in _OF_VERDICTS for file in (root / name).rglob("*") if file.suffix in endings
+    )
     found = {"attnlab": f"{attnlab.__version__} ({_digest(root, files)})"}
     for name in _PACKAGES:
         try:

@@ -20,6 +20,7 @@ from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse, suggestion
 from attnlab.case.ops import DECODE_FWD, RELEASES, UNIFIED, Op
 from attnlab.kernels.binding import known_names
+from attnlab.kernels.control import rows_equal
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
 from attnlab.tensors.call import KernelCall
@@ -146,7 +147,7 @@ class ByName:
         raise AttributeError(name)
 
     def __call__(self, call: KernelCall) -> None:
-        """Call the function and write what it returns, if it has no argument for the output.
+        """Call the function and write what it returns, if it writes nothing to an argument for the output.
 
         Raises Unsupported for an argument that a call does not hold.
         """
@@ -156,11 +157,13 @@ class ByName:
         positional = [
             name for name in given if parameters[name].kind is parameters[name].POSITIONAL_ONLY
         ]
+        before = call.buffer.clone() if has_output else None
         returned = self.function(*[given.pop(name) for name in positional], **given)
-        if not has_output:
-            found = output_of(returned)[0]
-            if found is not None:
-                call.buffer.copy_(found.reshape(call.buffer.shape))
+        found = output_of(returned)[0]
+        is_written = before is not None and not bool(rows_equal(call.buffer, before).all())
+        if found is None or is_written or (has_output and found.shape != call.buffer.shape):
+            return
+        call.buffer.copy_(found.reshape(call.buffer.shape))
 
     def arguments(self, call: KernelCall) -> dict[str, Any]:
         """Return the arguments for a call by name. Raises Unsupported for one that a call does not hold."""
