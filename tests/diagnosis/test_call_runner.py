@@ -278,6 +278,15 @@ def test_a_kernel_runs_calls_of_another_op_than_its_arguments_suggest(tmp_path):
     assert attnlab.replay_call(call, backends=[backend]).replays[0].status == "mismatch"
 
 
+def test_a_function_may_return_its_output_and_ignore_the_argument_for_it(tmp_path):
+    text = DECODE.replace("softmax_scale):", "softmax_scale, out=None):").replace(
+        " - 1, -torch", ", -torch"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    call = call_of(query_lens=(1, 1), ctx_lens=(20, 33), op="unified_attention")
+    assert not attnlab.diagnose(call, backend=f"{tmp_path / 'mine.py'}:decode").is_wrong
+
+
 def test_bad_runners(tmp_path, capsys):
     path = tmp_path / "call.safetensors"
     call_of().save(path)
