@@ -279,7 +279,9 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ("        tl.store(o", "        if i < 64:\n            tl.store(o", "that of token 64"),
     ],
 )
-def test_a_planted_fault_is_described(tmp_path, before, after, words):
+def test_a_planted_fault_is_described(tmp_path, monkeypatch, before, after, words):
+    if words != "that of token 64":  # which all cases show
+        monkeypatch.setattr(state_check, "variants_of", lambda op: dict(enumerate(few(op))))
     assert before in KERNEL
     found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings
     assert found
