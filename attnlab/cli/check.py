@@ -56,9 +56,8 @@ def _check_states(args: argparse.Namespace) -> int:
     )
     parser = argparse.ArgumentParser()
     COMMANDS["check"].add_flags(parser)
-    for name, value in vars(args).items():
-        is_given = name in vars(parser.parse_args([])) and value != parser.get_default(name)
-        if name not in allowed and is_given:
+    for name, default in vars(parser.parse_args([])).items():
+        if name not in allowed and getattr(args, name) != default:
             raise InvalidCase(f"{name} must not be given with {args.library}", field=name)
     from attnlab.kernels.vllm.source import source_path
     from attnlab.linear.state_check import check_states
