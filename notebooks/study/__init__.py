@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {  # the public names of each module
-    "attnlab.lab.lab": "outcomes predict_stages",
     "attnlab.show.plots": "plot_blocks plot_fits plot_formats plot_merge plot_seq_error "
     "plot_sizes plot_story",
     "study.broken_kernel": "PLANTED left_unexplained named_by_catalogue plant "
@@ -24,7 +23,8 @@ _MODULES = {  # the public names of each module
     "study.overview": "read_chapters",
     "study.timeline_plot": "plot_timeline",
     "study.predictions": "decode_contract decodes_on_rocm missing_token_bound "
-    "on_int64 predict_chapters predict_claims predict_status read_as_int32 tail_reaches_output",
+    "on_int64 outcomes predict_chapters predict_claims predict_stages predict_status read_as_int32 "
+    "tail_reaches_output",
     "study.production": "EngineRun record_engine separate_cache_writes",
     "study.rocm_device": "SWAPPED_LANES emulated",
     "study.set_up": "by_verdict case_from conclude describe_figures plain_text "

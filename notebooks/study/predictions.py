@@ -1,21 +1,22 @@
 """What the contracts predict, without running a kernel: status of a Case, verdicts of the study."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.ops import PREFILL
+from attnlab.case.platforms import STAGES
 from attnlab.case.pytest_id import tolerance_of_test
-from attnlab.contracts.contract import ROCM_DECODE, Contract, Target, contract
+from attnlab.contracts.contract import ROCM_DECODE, Contract, Target, contract, contracts_of
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.slot_states import as_read, served
+from attnlab.contracts.slot_states import as_read, served, unwritten_rows
 from attnlab.contracts.violations import find_violations
-from attnlab.lab.lab import Lab
+from attnlab.lab.lab import Cell, Lab
 from attnlab.lab.result import Result
-from attnlab.tensors.case_call import make_query_start_loc
+from attnlab.tensors.case_call import hollow_call, make_query_start_loc
 from study.broken_kernel import is_available as can_break_kernels
 from study.claims import FAILS, HOLDS, UNDECIDED
 from study.claims.cache import OBSERVED
@@ -31,6 +32,30 @@ E5M2 = "fp8_e5m2"
 def decode_contract(case: Case) -> Contract:
     """Return the contract of the kernel that decodes the Case."""
     return contract(decide(case).kernels[-1], Target.of(case), case.op)
+
+
+def predict_stages(case: Case, platform: str) -> list[int | str]:
+    """Predict the outcome of each stage on a platform from the contracts: wrong elements, or "rejected".
+
+    No kernel runs. The elements of unwritten rows are wrong. The effect of a slot that lacks its token
+    depends on the data; with the test's data it stays below the tolerance, so it counts as 0.
+    """
+    predicted: list[int | str] = []
+    for stage in STAGES:
+        staged = case.replace(stage=stage, platform=platform)
+        call, kernels, target = hollow_call(staged), decide(staged).kernels, Target.of(staged)
+        found = find_violations(call, target, kernels)
+        unwritten = unwritten_rows(contracts_of(kernels, target, staged.op), call)
+        wrong = int(unwritten.sum()) * call.buffer[0].numel()
+        is_rejected = any(one.effect == "rejected" for one in found)
+        predicted.append("rejected" if is_rejected else wrong)
+    return predicted
+
+
+def outcomes(cells: Sequence[Cell], platform: str) -> list[int | str]:
+    """Return the outcome of each stage on a platform, in the form of :func:`predict_stages`."""
+    column = [cell for cell in cells if cell.platform == platform]
+    return ["rejected" if cell.mismatched is None else cell.mismatched for cell in column]
 
 
 def on_int64(case: Case) -> dict[str, str]:

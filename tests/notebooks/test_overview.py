@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 from nbformat import v4, write
 
+import study
 from attnlab.case.case import Case
-from attnlab.lab.lab import Lab, stage_table
+from attnlab.lab.lab import Lab
+from attnlab.lab.run import outcomes, predict_stages, stage_table
 from attnlab.reports.investigate import find_notebooks
 from attnlab.show.sheets import html, sheet_of
 from study.broken_kernel import is_available
 from study.claims import FAILS, HOLDS, LEDGER, Findings
 from study.overview import _JUDGES, Chapters, read_chapters
+from study.predictions import outcomes, predict_stages
 
 NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
 ENGINE = ("C17", "C18")
@@ -103,9 +106,14 @@ def test_a_notebook_without_an_answer_is_listed(tmp_path: Path, ledger: Findings
 
 @pytest.mark.parametrize("platform", ["gfx942", "sm_90", "gfx1100", "gfx90a"])
 def test_contracts_predict_every_stage(platform: str) -> None:
-    """Which stages are rejected, and how many elements stay unwritten."""
+    """Without a run: which stages are rejected, and how many elements stay unwritten."""
     lab = Lab()
     case = Case(num_heads=2, query_lens=(20, 1), ctx_lens=(40, 65), x=8, atol=1e-4)
-    wrong = [cell.mismatched for cell in stage_table(lab, case, (platform,))]  # None: rejected
+    predicted = predict_stages(case, platform)
+    assert predicted == outcomes(stage_table(lab, case, (platform,)), platform)
     rocm = platform in ("gfx942", "gfx90a")
-    assert wrong == ([None, *[256] * 3, 0, 0, 0] if rocm else [0] * 7)
+    assert predicted == (["rejected", *[256] * 3, 0, 0, 0] if rocm else [0] * 7)
+
+
+def test_every_name_that_notebooks_use_is_there() -> None:
+    assert [name for name in study.__all__ if not hasattr(study, name)] == []
