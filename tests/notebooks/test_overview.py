@@ -8,8 +8,7 @@ from nbformat import v4, write
 
 import study
 from attnlab.case.case import Case
-from attnlab.lab.lab import Lab
-from attnlab.lab.run import outcomes, predict_stages, stage_table
+from attnlab.lab.lab import Lab, stage_table
 from attnlab.reports.investigate import find_notebooks
 from attnlab.show.sheets import html, sheet_of
 from study.broken_kernel import is_available
