@@ -208,7 +208,7 @@ def test_the_footers_commands_give_the_case_on_record(small_run: Path) -> None:
         assert case_of(args) == case, outcome["name"]
 
         args = make_parser().parse_args(commands["Reproduce"][1:])
-        (path,) = find_notebooks(args.notebooks, args.notebooks_folder)
+        (path,) = find_notebooks(args.notebooks, args.notebooks_folder or FOLDER)
         assert path.stem == outcome["name"]
         given = share_out(notebook_parameters(args.parameter), [path])[path]
         assert given == outcome["parameters"]
