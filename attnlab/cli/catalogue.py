@@ -52,7 +52,7 @@ def _print(
     entries: Mapping[str, Mapping[str, Any]],
     columns: Sequence[str],
 ) -> int:
-    """Print the entries of a catalogue, of which the list shows the facts in ``columns``, or one of them."""
+    """Print one entry of a catalogue, or all, with the facts in ``columns``."""
     if args.entry is not None and args.entry not in entries:
         refuse(noun, f"one of {', '.join(entries)}", args.entry)
     if args.json:

@@ -550,7 +550,7 @@ def judge(
 
 
 def _or_arguments(side: str, op: str) -> str:
-    """Return a side of a call whose arguments nobody checked, or which the test computes."""
+    """Return a side of a call with unchecked arguments, or of attention that the test computes."""
     if side == "the kernel" and op.startswith(UNRECORDED):
         return "the kernel, or its arguments"
     if side == "the expected value" and op.startswith((*TORCHS, LAUNCH)):

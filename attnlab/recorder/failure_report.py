@@ -173,7 +173,7 @@ def _as_meant(
     recorded: Sequence[Recorded],
     comparisons: Sequence[Comparison],
 ) -> tuple[Recorded, Comparison | None]:
-    """Return a call that nobody said is attention in the first reading that the test's values agree with.
+    """Return an undeclared call in its first reading that agrees with the test's values.
 
     That is one for which the expected value is exact, or else one for which the output is. Without one,
     return the call of a known function that the test compares, or else the call as it is.

@@ -751,7 +751,7 @@ _LAUNCHES = {
 
 
 def launches() -> tuple[RecordedOp, ...]:
-    """Return the methods by which Triton launches kernels, of which those of attention are recorded."""
+    """Return the methods by which Triton launches kernels; launches of attention are recorded."""
     return tuple(
         RecordedOp(module=module, function=f"{class_}.run", is_launch=True)
         for module, class_ in _LAUNCHES.items()
