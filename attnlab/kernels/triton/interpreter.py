@@ -331,6 +331,7 @@ def load_triton(interpret: bool) -> Any:
             "imported, or start a new process"
         )
     if interpret:
+        os.environ[VARIABLE] = "1"  # parts of Triton that are imported later read it
         bind_libdevice(triton.runtime.interpreter)
     return triton
 
