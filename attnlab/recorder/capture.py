@@ -223,7 +223,7 @@ class Capture:
     - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
       :func:`attnlab.recorder.ops.recorded_ops`.
     - ``chains``: attention that was written out in torch (:mod:`attnlab.recorder.chains`), if
-      :meth:`follow` is told of torch's functions.
+      :meth:`follow` gets each call of a torch function.
     - ``left_out``: why a call of a known op was not recorded, the last reason by the op's name.
     - ``origin``: what the caller knows about the calls' origin; it may change between calls.
     - ``host``: copy to CPU memory. Each call then waits for the GPU, and its copies survive a kernel that

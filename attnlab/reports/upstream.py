@@ -512,9 +512,8 @@ def _call_script(
         raise Unsupported(
             "the call does not hold the new keys, which are arguments of the function"
         )
-    may_launch = not kernel.file or "triton" in kernel.file
-    is_launching = may_launch and (kernel.file or not kernel.is_own)
-    interpreted = "under Triton's interpreter " if is_launching else ""
+    launches = not kernel.is_own or "triton" in kernel.file
+    interpreted = "under Triton's interpreter " if launches else ""
     return render(
         "call_repro.py.j2",
         {
@@ -524,7 +523,7 @@ def _call_script(
             "evidence": evidence.rstrip("."),
             "version": backend.version,
             "how": "natively" if backend.device == "cuda" else f"{interpreted}on a CPU",
-            "may_launch": may_launch,
+            "may_launch": launches or not kernel.file,
             "kernel": kernel,
             "file": _literal(kernel.file),
             "function": kernel.function,

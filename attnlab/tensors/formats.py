@@ -218,7 +218,7 @@ def _signs(size: int) -> torch.Tensor:
     return 2.0 * torch.bernoulli(torch.full((size,), 0.5), generator=generator).double() - 1.0
 
 
-# The comparison of numbers of which some may be NaN or infinite.
+# The comparison of numbers; some may be NaN or infinite.
 
 
 def same_numbers(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
