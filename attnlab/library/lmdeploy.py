@@ -15,23 +15,29 @@ QUANTISED = {
     "k_scales_zeros": "one(k_scale) if is_fp8 else None",
     "v_scales_zeros": "one(v_scale) if is_fp8 else None",
 }
-_SCALED = "with a scale and a zero point for each token and head"
 LEFT_OUT = {
     "quant_policy 42 (TurboQuant)": "keys and values are rotated, and are numbers of a codebook",
 }
 
 
-def affine(bits: int, key: str, value: str) -> dict[str, str]:
-    """Return the arguments of a cache of integers; ``key``, ``value``: the parameters of its halves."""
-    halves = {
-        half: f"affine(flash_{half}_cache, {bits}, {first})"
-        for first, half in enumerate(("key", "value"))
-    }
-    return {
-        **{"quant_policy": str(bits), key: f"{halves['key']}.numbers"},
-        **{value: f"{halves['value']}.numbers", "k_scales_zeros": f"{halves['key']}.scales"},
-        "v_scales_zeros": f"{halves['value']}.scales",
-    }
+def of_integers(op: Op, bits: int, caches: str, words: str, **changes: Any) -> Op:
+    """Return an op with a cache of integers; ``caches``: the names of its halves, {} for k or v."""
+    arguments = {**op.arguments, "quant_policy": str(bits)}
+    for first, half in enumerate(("key", "value")):
+        stored = f"affine(flash_{half}_cache, {bits}, {first})"
+        arguments[caches.format(half[0])] = f"{stored}.numbers"
+        arguments[f"{half[0]}_scales_zeros"] = f"{stored}.scales"
+    return replace(
+        op,
+        name=f"{op.name}_int{bits}",
+        summary=f"{op.summary}, {words} int{bits} with a scale and a zero point for each token and head",
+        arguments=arguments,
+        kv_cache_dtypes=("auto",),
+        strided=False,
+        copies_cache=True,
+        coarse=True,
+        **changes,
+    )
 
 
 class QuantPolicy(IntEnum):
@@ -90,18 +96,14 @@ _DECODED = (
     "decoded(v_caches, v_scales_zeros, flash_value_cache, 1)",
 )
 FILL_KV_CACHE_INT8, FILL_KV_CACHE_INT4 = (
-    replace(
+    of_integers(
         FILL_KV_CACHE,
-        name=f"{FILL_KV_CACHE.name}_int{bits}",
-        summary=f"{FILL_KV_CACHE.summary}, as int{bits} {_SCALED}",
-        arguments={**FILL_KV_CACHE.arguments, **affine(bits, "k_caches", "v_caches")},
-        result=f"written_cache({', '.join(_DECODED)})",
+        bits,
+        caches="{}_caches",
+        words="as",
         left_out={"numbers between the levels of the cache": "rounding to them is not checked"},
-        kv_cache_dtypes=("auto",),
+        result=f"written_cache({', '.join(_DECODED)})",
         hnd=False,
-        strided=False,
-        copies_cache=True,
-        coarse=True,
     )
     for bits in (8, 4)
 )
@@ -173,16 +175,12 @@ FLASH_ATTN_WITH_KVCACHE = _op(
 )
 # A cache of integers has numbers that 4 bits hold exactly, so that only the op rounds.
 FLASH_ATTN_WITH_KVCACHE_INT8, FLASH_ATTN_WITH_KVCACHE_INT4 = (
-    replace(
+    of_integers(
         FLASH_ATTN_WITH_KVCACHE,
-        name=f"{FLASH_ATTN_WITH_KVCACHE.name}_int{bits}",
-        summary=f"{FLASH_ATTN_WITH_KVCACHE.summary}, of int{bits} {_SCALED}",
-        arguments={**FLASH_ATTN_WITH_KVCACHE.arguments, **affine(bits, "k_cache", "v_cache")},
+        bits,
+        caches="{}_cache",
+        words="of",
         left_out={"numbers between those of 4 bits": "they are what the cache write rounds"},
-        kv_cache_dtypes=("auto",),
-        strided=False,
-        copies_cache=True,
-        coarse=True,
     )
     for bits in (8, 4)
 )
