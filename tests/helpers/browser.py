@@ -17,6 +17,7 @@ PROBLEMS = """(within) => {
   const root = document.documentElement, found = new Set();
   const IDLE = ":disabled, [aria-disabled=true]";
   const top = within ? document.querySelector(within) : document.body;
+  if (!top?.getClientRects().length) return [`${within || "the page"} is not shown`];
   const scrolled = within ? [...top.querySelectorAll("*")] : [];
   for (let one = within && top; one; one = one.parentElement) scrolled.push(one);
   const wide = one => one.scrollWidth - one.clientWidth;
