@@ -62,6 +62,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import scratch_full_of
 from attnlab.kernels.control import controlled, rows_agree, rows_equal
 from attnlab.kernels.triton.coverage import measuring
+from attnlab.kernels.vllm.features import unchanged_sources
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import LSE, PADDING, ErrorMap
 from attnlab.tasks.task import Job
@@ -629,6 +630,10 @@ class CheckJob(Job):
         return _State(libraries=self.libraries)
 
     def run(self, state: "_State", payload: dict[str, Any]) -> Verdict:
+        with unchanged_sources():
+            return self._run(state, payload)
+
+    def _run(self, state: "_State", payload: dict[str, Any]) -> Verdict:
         backend, lab = state.library(payload["library"])
         verdict: Verdict
         if "finding" in payload:
