@@ -562,7 +562,10 @@ class Case(CaseQuantities):
 
     def replace(self, **changes: Any) -> "Case":
         """Return a Case with ``changes``; raise InvalidCase as the constructor does."""
-        return Case.from_dict({**{name: getattr(self, name) for name in FIELDS}, **changes})
+        same = {name: getattr(self, name) for name in FIELDS}
+        if all(name in same and _is_same(value, same[name]) for name, value in changes.items()):
+            return self
+        return Case.from_dict({**same, **changes})
 
     def changes(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
@@ -617,6 +620,12 @@ class Case(CaseQuantities):
         """Return the Case of a vLLM pytest id with ``changes``; see
         :func:`attnlab.case.pytest_id.fields_of`."""
         return cls.from_dict({**fields_of(test_id), **changes})
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Answer whether a value of a field is another one, of its type, too."""
+    is_plain = type(value) is type(other) and not isinstance(value, tuple)
+    return value is other or (is_plain and bool(value == other))
 
 
 # Accept a Case or a pytest id as the first argument of a public function.

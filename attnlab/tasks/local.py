@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from attnlab.case.errors import AttnLabError
-from attnlab.kernels.child_process import run_in_child, start_context
+from attnlab.kernels.child_process import ONE_THREAD, run_in_child, start_context
 from attnlab.tasks.task import (
     CRASH,
     DEVICE_LOST,
@@ -324,7 +324,6 @@ def _cached(file: Path, name: str) -> int:
 
 # Worker: a child process that keeps a job's state and runs one task at a time.
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IDLE_SHARE = 0.25  # of the time in which a task does nothing
 
 
@@ -336,7 +335,7 @@ class Worker(Slot):
 
     def __init__(self, job: bytes, gpu: str | None = None) -> None:
         self.gpu = gpu
-        context = start_context()
+        context = start_context(is_copy=gpu is None)
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         work = pickle.dumps((_serve, (job,)))
@@ -413,7 +412,7 @@ def _environment(gpu: str | None) -> Iterator[None]:
     It sees one GPU, if ``gpu`` names one. Its linear algebra uses one thread unless a variable says
     otherwise, because other workers use the other cores. Libraries read these variables when they are loaded.
     """
-    wanted = {name: os.environ.get(name, "1") for name in _THREADS}
+    wanted = {name: os.environ.get(name, "1") for name in ONE_THREAD}
     if gpu is not None:
         wanted["CUDA_VISIBLE_DEVICES"] = gpu
     before = {name: os.environ.get(name) for name in wanted}

@@ -246,6 +246,10 @@ def _draw(
     ]
     chunks.sort(key=lambda one: -len(one[0]))
     workers = min(len(chunks), os.cpu_count() or 1)
+    if sum(len(chunk) for chunk, _ in chunks) <= _CHUNK:  # threads would take longer to start
+        for chunk, seed in chunks:
+            _draw_chunk(chunk, seed, case.distribution)
+        return drawn
     with _one_thread_per_operation(), ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda one: _draw_chunk(one[0], one[1], case.distribution), chunks))
     return drawn

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -576,16 +577,26 @@ def _skip_overflow_checks(interpreter: Any, scope: Any) -> None:
 
 def _make_handles(interpreter: Any, scope: Any) -> None:
     """Count the operations of a launch, each of which makes a handle, and round those of bfloat16."""
-    check = interpreter.TensorHandle.__post_init__
+    check, pointer = interpreter.TensorHandle.__post_init__, interpreter.tl.pointer_type
+    largest: dict[str, float] = {}  # bytes of an element, by the name of the type
 
-    def made(handle: Any) -> None:
-        _LAUNCHES[-1].observed.operated()
-        if is_bfloat16(handle.dtype):
-            handle.data = rounded(handle.data)
-        else:
+    def made(handle: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+        log = _LAUNCHES[-1].observed
+        log.operations += 1
+        if log.budget is not None:
+            log.budget.spend()
+        name = dtype.name
+        if name == NAME:
+            handle.data = rounded(data)
+            return
+        if name not in largest:
+            is_pointer = isinstance(dtype, pointer)
+            largest[name] = math.inf if is_pointer else max(1, dtype.primitive_bitwidth // 8)
+        if data.itemsize > largest[name]:
             check(handle)
 
-    scope.set_attr(interpreter.TensorHandle, "__post_init__", made)
+    scope.set_attr(interpreter.TensorHandle, "__init__", made)
 
 
 def _watch(interpreter: Any, scope: Any) -> None:
