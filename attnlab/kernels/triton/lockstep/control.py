@@ -416,8 +416,20 @@ def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> 
             united += same
         else:
             mask = np.logical_or.reduce([mask for mask, _ in others])
-            batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
+            numbers = np.unique(batch.edits[narrowed(mask)]).tolist()
+            if _is_address(others[0][1]) == _is_address(like):
+                batch.apart.append(numbers)
+            else:
+                batch.raised |= dict.fromkeys(numbers, NoAddress())
     return united
+
+
+class NoAddress(Exception):
+    """An edit gives a number in the place of an address, or the other way round: no load or sum takes it."""
+
+
+def _is_address(value: Any) -> bool:
+    return getattr(value, "handle", None) is not None and value.type.scalar.is_ptr()
 
 
 def _as_integers(value: Any, like: Any) -> Any:

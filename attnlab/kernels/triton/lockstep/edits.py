@@ -24,7 +24,7 @@ from attnlab.kernels.triton.kernel_text import (
     with_defaults,
 )
 from attnlab.kernels.triton.lockstep import control
-from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Part, Refused
+from attnlab.kernels.triton.lockstep.control import Batch, Diverged, NoAddress, Part, Refused
 from attnlab.kernels.triton.lockstep.launch import Form, extension_of, most_elements
 from attnlab.kernels.triton.lockstep.memory import Store, Tensors
 from attnlab.kernels.triton.lockstep.notes import Notes
@@ -305,8 +305,8 @@ def _is_of_kernel(error: Exception, kernel: str) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     file = Path("" if trace is None else trace.tb_frame.f_code.co_filename)
-    is_unknown = isinstance(error, NameError)  # also a variable that is not set yet
-    return is_unknown or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
+    is_known = isinstance(error, NameError | NoAddress)  # also a variable that is not set yet
+    return is_known or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
 
 
 def _of_program(stores: Sequence[Store], program: int) -> Iterator[Store]:
