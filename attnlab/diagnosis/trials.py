@@ -276,7 +276,7 @@ class Limit:
     seconds: float = math.inf
 
 
-FULL = Limit(edits=2000, seconds=20.0)
+FULL = Limit(edits=2500, seconds=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
