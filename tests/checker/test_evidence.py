@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from helpers.cases import hostile
 from helpers.faulty_labs import FaultyLab
-from helpers.plugins import RIGHT, checked, planted
+from helpers.plugins import RIGHT, faults_of, planted
 
 from attnlab.case.case import Case
-from attnlab.checker.case_check import check_case
-from attnlab.checker.case_run import Rules, evidence_fields, lab_of, remembering
+from attnlab.checker.case_run import Rules, evidence_fields, remembering
 from attnlab.checker.finding import HORIZON, UNNAMED, Finding, merged_findings
 from attnlab.checker.plan import Plan, groups, named_outcomes, naming_tasks
 from attnlab.checker.report import merged_by_line
@@ -21,7 +20,6 @@ from attnlab.defects import DEFECTS
 from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
-from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.tasks.store import Shard
 from attnlab.tasks.task import DONE, Outcome, Task
@@ -56,11 +54,6 @@ def without_newest_key(condition: str) -> str:
     return RIGHT.replace(PLANTED, PLANTED + extra)
 
 
-def faults_of(backend: Backend, case: Case) -> list[Finding]:
-    """Return the faults that the check of a Case finds."""
-    return [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
-
-
 def test_each_fault_is_one_finding(tmp_path):
     """Two faults without a name, which more than two cases show."""
     backend = planted(tmp_path, FAULTY, "faulty")
@@ -72,7 +65,7 @@ def test_each_fault_is_one_finding(tmp_path):
         found = [
             one
             for each in (case, case.replace(seed=1), case.replace(num_queries_per_kv=3))
-            for one in faults_of(backend, each)
+            for one in faults_of(backend, each, searches=True)
         ]
     seen = grouped_findings(*found)
     assert [count for _, count in seen] == [2, 1]
@@ -215,14 +208,13 @@ def test_errors_without_a_name_are_separated_by_what_the_outputs_hold():
 def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, count):
     """Decodes lose their newest key without a soft cap, prefills lose it with one."""
     backend = planted(tmp_path, without_newest_key(condition))
-    lab = lab_of(backend, "cpu")
     case = hostile(
         op=backend.op, backend=backend.name, platform="sm_90",
         query_lens=(1, 5, 1), ctx_lens=(20, 18, 40),
     )  # fmt: skip
     alone = case.replace(query_lens=(1, 1), ctx_lens=(20, 40))
     cases = (case, case.replace(softcap=3.0), *((alone,) if count == 1 else ()))
-    found = [one for each in cases for one in check_case(lab, backend, each)]
+    found = [one for each in cases for one in faults_of(backend, each)]
     assert len(grouped_findings(*found)) == count
 
 
@@ -237,8 +229,7 @@ def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
         ((1, 5, 1), (16, 15, 31), "normal"), ((1, 3), (50, 93), "normal"), ((3, 1), (29, 37), "ties"),
     ):  # fmt: skip
         case = hostile(**plain, query_lens=query_lens, ctx_lens=ctx_lens, distribution=values)
-        with remembering(dataclasses.replace(FINDING, diagnosis="unexplained") if found else None):
-            found += faults_of(backend, case)  # a rule is searched for in the first case alone
+        found += faults_of(backend, case, searches=not found)  # which take seconds
     ((_, seen),) = grouped_findings(*found)
     assert seen == 3
 
@@ -254,7 +245,7 @@ def test_a_wrong_head_is_one_finding_in_every_layout(tmp_path):
         "num_queries_per_kv": 3,
     }
     case = hostile(**fields, query_lens=(1, 9), ctx_lens=(64, 40), kv_layout="HND")
-    (found,) = faults_of(backend, case)
+    (found,) = faults_of(backend, case, searches=True)
     assert found.diagnosis.endswith("with head within its group in place of KV head")
 
 
@@ -368,8 +359,7 @@ def test_one_degenerate_case_names_nothing(tmp_path, name, fault, fields, false)
         op=backend.op, backend=backend.name, platform="sm_90", num_heads=2, num_queries_per_kv=2,
         head_size=32, query_lens=(1,), ctx_lens=(9,), **fields,
     )  # fmt: skip
-    with remembering(dataclasses.replace(FINDING, diagnosis="unexplained")):  # names, but no rules
-        found = faults_of(backend, case)
+    found = faults_of(backend, case)
     assert [one.kind for one in found] == ["wrong_output"]
     assert found[0].diagnosis != false
     assert found[0].diagnosis not in DEFECTS
