@@ -48,7 +48,7 @@ def _run_in_copy(folder: Path, words: list[str], output: int) -> NoReturn:
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = map(os.fdopen, (1, 2), "ww")
         os.chdir(folder)
         sys.path.insert(0, str(folder))
         for name in [name for name in sys.modules if not _is_installed(name.partition(".")[0])]:
