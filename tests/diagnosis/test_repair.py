@@ -54,11 +54,15 @@ NEVER = candidate("rows_never_written")
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch):
-    """Confirm repairs in three further cases of as many heads, and in two varied ones, for time."""
+    """Confirm repairs in three further cases of as many heads, and in two varied ones, for time.
+
+    Three are enough here; :func:`test_an_edit_needs_ten_further_cases` is about the number.
+    """
 
     def few(case):
         return islice((one for one in further_cases(case) if one.num_heads == case.num_heads), 3)
 
+    monkeypatch.setattr(repair_check, "_FEWEST", 3)
     monkeypatch.setattr(repair_check, "further_cases", few)
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 2))
 
@@ -88,7 +92,7 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     assert (found.status, found.is_by_repair) == ("described", True)
     assert (claim.file, claim.line) == (case.backend.split(":")[0], line)
     assert claim.repair.edit.text == "`first // BLOCK` in place of `first % BLOCK`"
-    assert (claim.only_finite, claim.cases) == (False, 10)
+    assert (claim.only_finite, claim.cases) == (False, 5)
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
     assert found.locations[0].line == line
     assert found.sentences()[0] == claim.text
@@ -230,6 +234,7 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
 
 def test_an_edit_needs_ten_further_cases(tmp_path, monkeypatch):
     """Cases like those that show the fault are added until there are ten, or one refutes the edit."""
+    monkeypatch.setattr(repair_check, "_FEWEST", 10)
     lab = Lab(device="cpu")
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
@@ -618,9 +623,9 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
     found = find_claim(lab, case, [right])
-    assert (found.cases, found.untouched) == (10, 1)
+    assert (found.cases, found.untouched) == (3, 1)
     assert found.text.endswith(
-        "in 10 further cases; in 1 other case it stays wrong, without a change"
+        "in 3 further cases; in 1 other case it stays wrong, without a change"
     )
     assert find_claim(lab, case, [edited(last, "first * 0")]) is None
 
