@@ -538,7 +538,11 @@ def fields_of(test_id: str) -> dict[str, Any]:
         raise InvalidCase(f"test_id must name a device like cuda:0, got {test_id!r}")
     for integer in _INTEGERS:
         if integer in names:
-            fields[integer] = _integer(integer, fields[integer], test_id)
+            word = fields[integer]
+            if not re.fullmatch(r"[0-9]{1,9}", word):
+                text = f"{integer} must be an integer, got {word!r} in test_id {test_id!r}"
+                raise InvalidCase(text, field=integer)
+            fields[integer] = int(word)
     fields["dtype"] = _dtype(fields["dtype"], name, test_id)
     if fields["kv_cache_dtype"] == fields["dtype"]:
         fields["kv_cache_dtype"] = "auto"
@@ -572,13 +576,6 @@ def _split(test_id: str) -> tuple[str, list[str], bool]:
         refuse_test(match["name"], test_id, (*_PARAMETERS, *TESTS))
     interleave_v = words[0] == "True"
     return match["name"], words[1:] if words[0] in ("True", "False") else words, interleave_v
-
-
-def _integer(name: str, word: str, test_id: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", word):
-        text = f"{name} must be an integer, got {word!r} in test_id {test_id!r}"
-        raise InvalidCase(text, field=name)
-    return int(word)
 
 
 def _dtype(word: str, test: str, test_id: str) -> str:

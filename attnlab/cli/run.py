@@ -76,11 +76,6 @@ def run_limited(work: Work, args: argparse.Namespace, case: Case, seconds: float
         process.kill()
         process.join()
         receiver.close()
-    return _rejected(args, case, text)
-
-
-def _rejected(args: argparse.Namespace, case: Case, text: str) -> int:
-    """Print that the call was rejected."""
     if args.json:
         print_json({"status": "rejected", "error": text, "run": case.to_cli()})
     else:

@@ -299,7 +299,9 @@ class Namespace(dict):  # type: ignore[type-arg]
         if (
             callable(made) and getattr(made, "__triton_builtin__", False) is True
         ):  # an alias, such as exp2 = tl.exp2
-            made = _bound(made)
+            from triton.runtime import interpreter
+
+            made = functools.partial(made, _semantic=interpreter.interpreter_semantic)
         self[name] = made
 
 
@@ -351,13 +353,6 @@ def _is_jit(decorator: ast.expr) -> bool:
 @functools.cache
 def _jit() -> Any:
     return interpreted_triton().jit
-
-
-def _bound(builtin: Any) -> Any:
-    """Return a function of the language as the interpreter calls it."""
-    from triton.runtime import interpreter
-
-    return functools.partial(builtin, _semantic=interpreter.interpreter_semantic)
 
 
 def _triton_or(name: str) -> Any:

@@ -684,17 +684,12 @@ def run(call: KernelCall, target: Target, kernels: Sequence[str]) -> None:
     """
     for name in kernels:
         if name != ROCM_DECODE:
-            _check_triton(call, target)
+            e4m3 = call.kv_cache_dtype in ("fp8", "fp8_e4m3")
+            if e4m3 and not target.platform.triton_e4m3:
+                raise KernelRejected(
+                    "type fp8e4nv not supported in this architecture (Triton needs compute capability 8.9)"
+                )
         _KERNELS[name](call, target)
-
-
-def _check_triton(call: KernelCall, target: Target) -> None:
-    """Raise KernelRejected if Triton cannot compile the kernel for the platform."""
-    e4m3 = call.kv_cache_dtype in ("fp8", "fp8_e4m3")
-    if e4m3 and not target.platform.triton_e4m3:
-        raise KernelRejected(
-            "type fp8e4nv not supported in this architecture (Triton needs compute capability 8.9)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -353,12 +353,6 @@ _WEIGHT_FACTOR = {
 WARP = 64  # tokens that ROCm's kernel sums before it rounds the sum
 
 
-def _truncates(kernels: Sequence[str], output: torch.dtype) -> bool:
-    """Return whether the output is rounded toward zero, by the CPU op of this machine."""
-    here = kernels == (CPU_ATTENTION,) and not torch.cpu._is_avx512_supported()
-    return here and output == torch.bfloat16
-
-
 def _alone(kernels: Sequence[str]) -> Mapping[str, Any]:
     """Return what the record of an op states that it rounds, if the op is the only kernel."""
     return OPS[kernels[0]].rounding if len(kernels) == 1 and kernels[0] in OPS else {}
@@ -430,6 +424,7 @@ class Rounding:
             step = float(torch.finfo(stored.dtype).smallest_normal * 2 * unit * terms)
             is_exact = bool((call.query.to(stored.dtype).to(call.query) == call.query).all())
             products += 0 if is_exact else terms
+        here = kernels == (CPU_ATTENTION,) and not torch.cpu._is_avx512_supported()
         rounding = cls(
             unit=unit,
             step=step,
@@ -437,7 +432,7 @@ class Rounding:
             parts=parts,
             keys=is_fp8 and not to_cache,
             products=products,
-            output_unit=float(output.eps) / 2 * (1 + _truncates(kernels, formats.output)),
+            output_unit=float(output.eps) / 2 * (1 + (here and formats.output == torch.bfloat16)),
             output_step=float(output.smallest_normal * output.eps) * formats.output_scale,
         )
         return rounding._of_fp8_query(target, kernels, formats)

@@ -314,14 +314,10 @@ def _far(cache_format: str) -> dict[str, dict[str, Any]]:
         fields |= {"head_size": 512, "value_size": 64}
     if cache_format != DS_LATENT:
         fields["kv_cache_dtype"] = "fp8"
-    page = _page(_case(cache_format, **fields))
-    return {"block offsets beyond 2³¹ elements": {**fields, "first_block": (1 << 31) // page + 1}}
-
-
-def _page(case: WriteCase) -> int:
-    """Return the elements of a page."""
+    case = _case(cache_format, **fields)
     size = sum(DS_SIZES.values()) if case.cache_format == LATENT else case.head_size
-    return page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
+    page = page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
+    return {"block offsets beyond 2³¹ elements": {**fields, "first_block": (1 << 31) // page + 1}}
 
 
 # What a cache must hold after a write in a further format, and how far each number may be off.
@@ -576,7 +572,7 @@ def check_write(case: WriteCase, write: Writer) -> dict[str, int]:
     write(case, inputs)
     wrong = dict.fromkeys((NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE), 0)
     for kind, found, expected in _written(case, inputs):
-        wrong[kind] += int(_is_wrong(found, expected).sum())
+        wrong[kind] += int((~((found - expected.numbers).abs() <= expected.bound)).sum())
     wrong[ELSEWHERE] = _changed_elsewhere(inputs, before)
     return {name: count for name, count in wrong.items() if count}
 
@@ -701,10 +697,6 @@ def _written(case: WriteCase, inputs: WriteInputs) -> Iterator[tuple[str, torch.
         yield SCALES, one.double(), half.scale
         if half.zero is not None:
             yield ZERO_POINTS, (one.view(torch.int32) & 0xF).double(), half.zero
-
-
-def _is_wrong(found: torch.Tensor, expected: Stored) -> torch.Tensor:
-    return ~((found - expected.numbers).abs() <= expected.bound)
 
 
 def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> int:

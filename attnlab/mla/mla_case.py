@@ -138,7 +138,12 @@ class MlaCase(Document):
         if len(self.ctx_lens) != len(self.query_lens):
             refuse("ctx_lens", f"as many as query_lens ({len(self.query_lens)})", self.ctx_lens)
         self._check_path()
-        self._check_size()
+        pairs = zip(self.query_lens, self.ctx_lens, strict=True)
+        scores = self.num_heads * sum(q * (q + c) for q, c in pairs)
+        if scores > _MOST_SCORES:
+            refuse(
+                "ctx_lens", f"so short that there are at most {_MOST_SCORES} scores", self.ctx_lens
+            )
 
     def _check_path(self) -> None:
         """Refuse combinations that vLLM does not have."""
@@ -171,14 +176,6 @@ class MlaCase(Document):
         yield "ctx_lens", is_mixed, "0 for the last sequences only, with tokens_with_context"
         yield "output_scale", is_old and self.output_scale is not None, "none in 0.11.2"
         yield "tokens_with_context", is_old and self.tokens_with_context, "false in 0.11.2"
-
-    def _check_size(self) -> None:
-        pairs = zip(self.query_lens, self.ctx_lens, strict=True)
-        scores = self.num_heads * sum(q * (q + c) for q, c in pairs)
-        if scores > _MOST_SCORES:
-            refuse(
-                "ctx_lens", f"so short that there are at most {_MOST_SCORES} scores", self.ctx_lens
-            )
 
     @property
     def lengths(self) -> Lengths:

@@ -306,7 +306,9 @@ class MlaResult(Shown):
     @property
     def error(self) -> float:
         """Return the largest error of the output; infinite if it is not finite where it must be."""
-        return float(_output_error(self.last.result, self.last.exact).amax())
+        exact = self.last.exact
+        error = distance(self.last.result.output, exact.output).amax(2)
+        return float(error.masked_fill(exact.lse == -torch.inf, 0.0).amax())
 
     @property
     def worst(self) -> float:
@@ -355,12 +357,6 @@ def _ratio(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """Return errors as multiples of their bounds; a bound is NaN where both results are."""
     ratio = error / bound.clamp(min=torch.finfo(torch.float64).tiny)
     return ratio.masked_fill(error == 0, 0.0).nan_to_num(torch.inf, torch.inf)
-
-
-def _output_error(result: Partial, exact: Partial) -> torch.Tensor:
-    """Return the largest error of each row and head; 0 for rows that see no key."""
-    error = distance(result.output, exact.output).amax(2)
-    return error.masked_fill(exact.lse == -torch.inf, 0.0)
 
 
 # MlaReport: the hostile cases of MLA that ran, and what they found.

@@ -201,7 +201,8 @@ def _flash(arguments: dict[str, Any], reading: Reading) -> None:
         else:
             reading.fields.setdefault("seq_lens", starts.diff())
     reading.fields["causal"] = bool(arguments.get("causal", False))
-    right = _right(arguments.get("window_size"))
+    window = arguments.get("window_size")
+    right = int(window[1]) if isinstance(window, (tuple, list)) else -1
     if reading.fields["causal"] and right > 0:
         reading.unmodelled.append("window_size to the right")
     if isinstance(arguments.get("window_size"), (tuple, list)):
@@ -357,10 +358,6 @@ def _pages(given: Mapping[str, Any], device: torch.device) -> dict[str, torch.Te
     if isinstance(given.get("qo_indptr"), torch.Tensor):
         found["query_start_loc"] = given["qo_indptr"].to(device)
     return found
-
-
-def _right(window: Any) -> int:
-    return int(window[1]) if isinstance(window, (tuple, list)) else -1
 
 
 def _trtllm(arguments: dict[str, Any], reading: Reading) -> None:

@@ -418,7 +418,8 @@ class _Search:
 
     def _step(self) -> bool:
         """Take the first step that keeps the fault; answer whether there is one."""
-        for text, smaller in self._smaller():
+        runs = self.judge.backend is not None
+        for text, smaller in smaller_calls(self.found.call, self.found.ratio, runs=runs):
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.is_complete = False
                 return False
@@ -430,10 +431,6 @@ class _Search:
                 self.steps.append(text)
                 return True
         return False
-
-    def _smaller(self) -> Iterator[tuple[str, KernelCall]]:
-        runs = self.judge.backend is not None
-        return smaller_calls(self.found.call, self.found.ratio, runs=runs)
 
     def _same(self, call: KernelCall) -> Failure | None:
         """Return how a call fails if it is the same fault, otherwise None."""

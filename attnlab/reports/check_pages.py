@@ -114,7 +114,14 @@ def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
     """Yield the lines of a function."""
     gaps = _by_line(function, found.missing)
     excused = _by_line(function, found.excused)
-    for i, line in enumerate(_coloured("\n".join(function.text))):
+    from pygments import highlight
+    from pygments.formatters.html import HtmlFormatter
+    from pygments.lexers.python import PythonLexer
+
+    html: str = highlight(
+        "\n".join(function.text), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
+    )
+    for i, line in enumerate(html.splitlines()):
         number = function.line + i
         missing, allowed = gaps.get(number, []), excused.get(number, [])
         state = "reached" if number in function.statements else ""
@@ -134,16 +141,6 @@ def _by_line(function: "Function", gaps: list["Gap"]) -> dict[int, list["Gap"]]:
         if (gap.file, gap.function) == (function.file.as_posix(), function.name):
             found.setdefault(gap.line, []).append(gap)
     return found
-
-
-def _coloured(text: str) -> list[str]:
-    """Return the lines of a Python text as HTML with Pygments' classes."""
-    from pygments import highlight
-    from pygments.formatters.html import HtmlFormatter
-    from pygments.lexers.python import PythonLexer
-
-    html: str = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
-    return html.splitlines()
 
 
 # The page of ``attnlab releases``: a row per fault, a column per release.
@@ -206,12 +203,6 @@ def _age(table: ReleaseTable, fault: Fault) -> str:
     return _CURRENT if newest & {*fault.releases} else _EARLIER if fault.releases else _NEVER
 
 
-def _group(table: ReleaseTable, fault: Fault) -> str:
-    """Return the heading above a fault."""
-    age = _age(table, fault)
-    return f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op
-
-
 def _title(table: ReleaseTable) -> str:
     """Return what the table is about."""
     libraries = [*table.libraries]
@@ -224,13 +215,14 @@ def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
     finding, first = fault.finding, next(iter(fault.releases), "")
     is_vllm = finding.case.backend == "vllm" and not finding.horizon
     source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
+    age = _age(table, fault)
     return Row(
         number=number,
         fault=fault,
         spans=spans(table.releases, fault),
         kind=KINDS[finding.kind],
         command=finding.run(first) + source,
-        group=_group(table, fault),
+        group=f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op,
         runs={
             state: [(one, ranges(table.releases, one.releases)) for one in of]
             for state in STATES

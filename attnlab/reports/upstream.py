@@ -65,7 +65,9 @@ def mask_facts(call: KernelCall) -> dict[str, Any]:
         "mask": {
             "name": " and ".join(one.replace("_", " ") for one in rules.masks),
             "causal": None if by_seq else bool(rules.causal),
-            "chunk": _chunk(call) if rules.has_chunks else 0,
+            "chunk": max(1, call.sliding_window // (call.chunk_lookback + 1))
+            if rules.has_chunks
+            else 0,
             "lookback": rules.chunk_lookback,
             "right": rules.window_right if rules.causal is not True else None,
             "prefix": rules.rswa_prefix_lens is not None,
@@ -85,11 +87,6 @@ def tensor_text(tensor: torch.Tensor) -> str:
     """Return a tensor as an expression, with its dtype."""
     numbers = repr(tensor.tolist()).replace("inf", 'float("inf")')
     return f"torch.tensor({numbers}, dtype={tensor.dtype})"
-
-
-def _chunk(call: KernelCall) -> int:
-    """Return the tokens of a chunk."""
-    return max(1, call.sliding_window // (call.chunk_lookback + 1))
 
 
 # The script of a mask that an op takes with an INT4 cache and ignores: its output is the same without it.
@@ -514,6 +511,8 @@ def _call_script(
         )
     launches = not kernel.is_own or "triton" in kernel.file
     interpreted = "under Triton's interpreter " if launches else ""
+    quotes = next((one for one in ("'''", '"""') if one not in kernel.file), '"""')
+    escaped = kernel.file.replace("\\", "\\\\").replace(quotes, "\\" + "\\".join(quotes))
     return render(
         "call_repro.py.j2",
         {
@@ -525,7 +524,7 @@ def _call_script(
             "how": "natively" if backend.device == "cuda" else f"{interpreted}on a CPU",
             "may_launch": launches or not kernel.file,
             "kernel": kernel,
-            "file": _literal(kernel.file),
+            "file": f"{quotes}\\\n{escaped}{quotes}",
             "function": kernel.function,
             "module": kernel.module,
             "arguments": texts,
@@ -558,13 +557,6 @@ def _is_flash(cache: torch.Tensor, call: KernelCall) -> bool:
     """Answer whether a cache is [num_blocks, block_size, num_kv_heads, head_size]."""
     heads, size = call.key.shape[1], call.query.shape[2]
     return cache.dim() == 4 and tuple(cache.shape[1:]) == (call.block_size, heads, size)
-
-
-def _literal(text: str) -> str:
-    """Return a text as a literal of Python with the same lines."""
-    quotes = next((one for one in ("'''", '"""') if one not in text), '"""')
-    escaped = text.replace("\\", "\\\\").replace(quotes, "\\" + "\\".join(quotes))
-    return f"{quotes}\\\n{escaped}{quotes}"
 
 
 def _sizes(call: KernelCall) -> dict[str, Any]:

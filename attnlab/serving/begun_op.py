@@ -371,16 +371,12 @@ def _window(
     if intent.sliding_window is None or not any(name in arguments for name in _WINDOWS):
         return
     given = int(fields.get("sliding_window") or 0)
-    longest = _longest(fields)
+    lens = fields.get("seq_lens")
+    longest = int(lens.max()) if isinstance(lens, torch.Tensor) and lens.numel() else 0
     effects = {
         0 if w == 0 or (longest and w >= longest) else w for w in (given, intent.sliding_window)
     }
     yield from _differ("sliding_window", intent.sliding_window, given, len(effects) == 1)
-
-
-def _longest(fields: Mapping[str, Any]) -> int:
-    lens = fields.get("seq_lens")
-    return int(lens.max()) if isinstance(lens, torch.Tensor) and lens.numel() else 0
 
 
 def _vectors(
@@ -654,7 +650,11 @@ class OpCheck:
         self, kind: str, call: LayerCall, step: Step, one: Contradiction, *, seq: int | None = None
     ) -> Observation:
         if seq is None:
-            names = _affected(step, one)
+            least = 0
+            if one.argument == "sliding_window":
+                least = min(window for window in (one.intended, one.given) if window)
+            lens = zip(step.requests, step.seq_lens.tolist(), strict=True)
+            names = [request.name for request, seq_len in lens if seq_len > least]
             shown = ", ".join(names[:_MOST_NAMES])
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             noun = "request" if len(names) == 1 else "requests"
@@ -750,12 +750,3 @@ def _has_row_per_token(fields: Mapping[str, Any], step: Step, first: int) -> boo
     """Answer whether an op without query_start_loc has a row of lengths for each token, as in MLA."""
     own = step.query_lens[first : first + len(fields["seq_lens"])]
     return "query_start_loc" not in fields and len(own) > 0 and int(own.max()) > 1
-
-
-def _affected(step: Step, one: Contradiction) -> list[str]:
-    """Return the requests whose result an argument of the whole batch changes."""
-    least = 0
-    if one.argument == "sliding_window":
-        least = min(window for window in (one.intended, one.given) if window)
-    lens = zip(step.requests, step.seq_lens.tolist(), strict=True)
-    return [request.name for request, seq_len in lens if seq_len > least]

@@ -205,7 +205,10 @@ class KeptCalls:
             return ""
         size = _bytes(call)
         if self._records.saved_bytes() + size > self._max_bytes:
-            self._note_refusal(size)
+            if not self._is_noted:
+                self._is_noted = True
+                text = f"a call of {size} bytes was not saved: max-bytes is {self._max_bytes}"
+                self._records.write("note", {"text": text})
             return ""
         if why == "wrong":
             self._wrong[layer] = self._wrong.get(layer, 0) + 1
@@ -215,13 +218,6 @@ class KeptCalls:
         call.with_named_blocks().save(target)
         self._records.write("saved", {"file": str(path), "why": why, "bytes": size, **facts})
         return str(path)
-
-    def _note_refusal(self, size: int) -> None:
-        """Write once that a call was too large. Smaller calls that follow may still fit."""
-        if not self._is_noted:
-            self._is_noted = True
-            text = f"a call of {size} bytes was not saved: max-bytes is {self._max_bytes}"
-            self._records.write("note", {"text": text})
 
 
 def _bytes(call: KernelCall) -> int:

@@ -271,11 +271,7 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     limit less what it uses now, page cache excluded. Where none can be read, it is the machine's memory.
     """
     limits = [*_machine(proc), *_control_groups(proc, cgroups)]
-    return max(0, min(limits, default=_total()))
-
-
-def _total() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(0, min(limits, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def _machine(proc: Path) -> Iterator[int]:

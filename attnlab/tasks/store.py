@@ -98,7 +98,10 @@ class Store:
     def _opened(self, header: Header) -> dict[str, Outcome]:
         """Read or write the header, and return the outcomes that count."""
         if (self._folder / _HEADER).exists():
-            _check_same(self._folder, read_header(self._folder), header)
+            difference = difference_of(read_header(self._folder), header)
+            if difference:
+                text = f"out must be a store of the same command, got {self._folder}, where {difference}"
+                raise InvalidCase(text, field="out")
         else:
             write_text(self._folder / _HEADER, json.dumps(header) + "\n")
         outcomes, size = _read_outcomes(self._folder)
@@ -163,14 +166,6 @@ def check_can_store(folder: Path) -> None:
     check_store_folder(folder)
     if is_new:  # what would use it may fail before
         folder.rmdir()
-
-
-def _check_same(folder: Path, stored: Header, header: Header) -> None:
-    """Raise InvalidCase, naming the first difference, if a store was made with another header."""
-    difference = difference_of(stored, header)
-    if difference:
-        text = f"out must be a store of the same command, got {folder}, where {difference}"
-        raise InvalidCase(text, field="out")
 
 
 def difference_of(stored: Any, wanted: Any, name: str = "") -> str:

@@ -316,7 +316,12 @@ def write_tokens(
     if key.device.type != "cpu":  # on a GPU, a transposed copy is as fast as a plain one
         _write_slots(key, value, new_key[rows], new_value[rows], slots)
         return
-    whole = _whole_blocks(rows, slots, block_size)
+    begins = torch.nonzero(slots % block_size == 0).flatten()
+    ends = begins + block_size - 1
+    begins, ends = begins[ends < len(slots)], ends[ends < len(slots)]
+    follows = (slots.diff() == 1) & (rows.diff() == 1)
+    followed = torch.cat([torch.zeros(1, dtype=torch.int64), follows.cumsum(0)])
+    whole = begins[followed[ends] - followed[begins] == block_size - 1]
     for first_row, blocks in _runs(rows[whole], slots[whole] // block_size, block_size):
         end = first_row + len(blocks) * block_size
         _write_key_blocks(key, blocks, new_key[first_row:end].unflatten(0, (-1, block_size)))
@@ -338,16 +343,6 @@ def _write_slots(
     chunked = new_key.unflatten(2, (key.shape[2], key.shape[4]))
     key.permute(0, 3, 1, 2, 4)[blocks, offsets] = chunked
     value.permute(0, 3, 1, 2)[blocks, offsets] = new_value
-
-
-def _whole_blocks(rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the indices into ``slots`` at which a run of tokens begins that fills a whole block."""
-    begins = torch.nonzero(slots % block_size == 0).flatten()
-    ends = begins + block_size - 1
-    begins, ends = begins[ends < len(slots)], ends[ends < len(slots)]
-    follows = (slots.diff() == 1) & (rows.diff() == 1)
-    followed = torch.cat([torch.zeros(1, dtype=torch.int64), follows.cumsum(0)])
-    return begins[followed[ends] - followed[begins] == block_size - 1]
 
 
 def _runs(

@@ -214,7 +214,10 @@ def copy_blocks(caches: tuple[torch.Tensor, ...], block_ids: torch.Tensor) -> Na
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, cache in enumerate(caches):
-        groups.setdefault(_block_of(cache), []).append(index)
+        step = cache.stride(0) * cache.element_size()
+        start = cache.storage_offset() * cache.element_size()
+        block = cache.untyped_storage().data_ptr() + start // max(1, step) * step
+        groups.setdefault((block, step), []).append(index)
     copies: dict[int, torch.Tensor] = {}
     for indices in groups.values():
         members = [caches[index] for index in indices]
@@ -222,13 +225,6 @@ def copy_blocks(caches: tuple[torch.Tensor, ...], block_ids: torch.Tensor) -> Na
     return NamedBlocks(
         caches=tuple(copies[index] for index in range(len(caches))), block_ids=block_ids
     )
-
-
-def _block_of(cache: torch.Tensor) -> tuple[int, int]:
-    """Return a key that is equal for caches which share the bytes of each block."""
-    step = cache.stride(0) * cache.element_size()
-    start = cache.storage_offset() * cache.element_size()
-    return cache.untyped_storage().data_ptr() + start // max(1, step) * step, step
 
 
 def _copy_together(caches: list[torch.Tensor], block_ids: torch.Tensor) -> list[torch.Tensor]:

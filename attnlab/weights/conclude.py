@@ -451,7 +451,12 @@ def _judge(
     plain = (*about_values, *pattern(setup, measured, expected, usable.owners, usable.law))
     if not coarse and usable.magnitudes is not None and usable.magnitudes.text:
         plain = (*plain, usable.magnitudes.text)
-    if search.descriptions and not _is_rounding(search.descriptions[0], setup):
+    if search.descriptions and not (
+        all(
+            (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
+            for rule in search.descriptions[0].rules
+        )
+    ):
         kept, confirmed = second.confirmed(search, faults)
         if confirmed is None and not _is_over_determined(usable, search.descriptions[0]):
             words = (
@@ -502,14 +507,6 @@ def _status_of_all(status: str, found: Examined, usable: UsableRows) -> str:
     if bool(found.measurement.unwritten[left].all()):
         return status if status == "undecided" else "described"
     return "undecided" if len(usable.rows) else "unreadable"
-
-
-def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
-    """Answer whether a description only has factors that are 1 up to the rounding of a constant."""
-    return all(
-        (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
-        for rule in one.rules
-    )
 
 
 def _factors(rule: Rule) -> tuple[Constant, ...]:

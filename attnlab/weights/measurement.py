@@ -324,7 +324,7 @@ def measure(
     read = reader.lanes(shared)
     folded = read[..., : shared.count]
     expected = shared.fold(expected)
-    if not resolve or _agrees(setup, folded, expected):
+    if not resolve or bool(explained(setup, folded, expected, 1.0)[_finite(folded)].all()):
         return reader.finish(shared, read)
     found = reader.finish(shared, read)
     if _is_own(setup, found, folded - expected):
@@ -336,11 +336,6 @@ def measure(
     own, near = own_slots(here, lanes), near_slots(here)
     solved, error = solve_near(here, outputs, reader.sketch_codes, folded.cpu(), lanes, own, near)
     return reader.finish(shared, read, solved.to(setup.device), error)
-
-
-def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Answer whether the lanes of all finite rows have the right sums."""
-    return bool(explained(setup, folded, expected, 1.0)[_finite(folded)].all())
 
 
 def _finite(numbers: torch.Tensor) -> torch.Tensor:

@@ -357,7 +357,12 @@ def make_setup(
     ctx_len = seq_lens[seq] - starts.diff()[seq]
     cached = torch.tensor([problem.cached_len(one) for one in range(len(seq_lens))])[seq]
     entry_slot, entry_position, is_new = _entries(call, starts, seq, ctx_len)
-    key = _keys(call, target, device)
+    stored = call.key_cache.to(device).permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
+    format = format_of(call, target)
+    key = format.decode(stored.contiguous()).double()
+    if format.is_fp8:
+        key = (key * call.k_scale).to(call.query.dtype).double()
+    key = torch.cat([key, call.key.to(device).double()]) if has_new_slots(call) else key
     query = call.query.to(device)[rows.to(device)][:, heads.to(device)].double()
     kv_head = heads // call.num_queries_per_kv
     names = tuple(_kernel_of(problem, int(one)) for one in seq)
@@ -412,16 +417,6 @@ def _entries(
     is_new = torch.arange(len(positions) + len(ahead)) >= len(positions)
     at = torch.cat([positions.expand_as(slots), ctx_len[:, None] + ahead], 1)
     return torch.cat([slots, new_slots], 1), at, is_new
-
-
-def _keys(call: KernelCall, target: Target, device: torch.device | str) -> torch.Tensor:
-    """Return the keys of all slots, [N, num_kv_heads, head_size] float64."""
-    stored = call.key_cache.to(device).permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
-    format = format_of(call, target)
-    key = format.decode(stored.contiguous()).double()
-    if format.is_fp8:
-        key = (key * call.k_scale).to(call.query.dtype).double()
-    return torch.cat([key, call.key.to(device).double()]) if has_new_slots(call) else key
 
 
 def _kernel_of(problem: Problem, seq: int) -> str:

@@ -368,20 +368,15 @@ def guarded_tensors(
                         "the checked device has no address space left for its tensors"
                     )
                 places.append((place, bytes_))
-                placed[name] = _at(place, value, span).copy_(value)
+                memory = (ctypes.c_uint8 * (span * value.element_size())).from_address(place)
+                flat = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+                placed[name] = flat.as_strided(value.shape, value.stride()).copy_(value)
         yield placed
         for name in writes:
             arguments[name].copy_(placed[name])
     finally:
         for place, bytes_ in places:
             library.attnlab_leave(ctypes.c_void_p(place), ctypes.c_size_t(bytes_))
-
-
-def _at(place: int, like: torch.Tensor, span: int) -> torch.Tensor:
-    """Return a tensor at an address with the dtype, shape and strides of ``like``."""
-    memory = (ctypes.c_uint8 * (span * like.element_size())).from_address(place)
-    flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
 
 
 # The op's tensors, in the order of enum in cpp/call.h.

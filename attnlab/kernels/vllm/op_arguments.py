@@ -362,7 +362,7 @@ def _head_major(case: Case, given: Arguments) -> Passed:
     split = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
     turned = value.permute(0, 2, 3, 1).contiguous()
     turned = interleaved(turned) if is_packed else turned
-    turned = with_gaps(turned, 1) if _has_spaced_values(case) else turned
+    turned = with_gaps(turned, 1) if case.op_argument.endswith("spaced_values") else turned
     changed = {"key_cache": split, "value_cache": turned}
 
     def finish(output: torch.Tensor) -> None:
@@ -372,10 +372,6 @@ def _head_major(case: Case, given: Arguments) -> Passed:
 
     packs = {"interleaved_v_pack_factor": x} if is_packed else {}
     return Passed(arguments={**given, **changed, **packs}, finish=finish)
-
-
-def _has_spaced_values(case: Case) -> bool:
-    return case.op_argument.endswith("spaced_values")
 
 
 def _padded_tokens(case: Case, given: Arguments) -> Passed:

@@ -160,8 +160,11 @@ def style_texts(ax: Axes, width: int, is_dark: bool) -> None:
 
 def as_rendered(canvas: FigureCanvasAgg, ax: Axes, width: int, cells: Cells) -> Rendered:
     """Return what the canvas shows."""
+    buffer = io.BytesIO()
+    pixels = np.asarray(canvas.buffer_rgba())
+    imsave(buffer, pixels, format="png", pil_kwargs={"compress_level": 1})
     return Rendered(
-        png=_png(canvas),
+        png=buffer.getvalue(),
         width=width,
         title=ax.get_title(),
         transform=_axes_transform(ax),
@@ -182,13 +185,6 @@ def _make_dark(figure: Any) -> None:
         ax.tick_params(which="both", colors=_LIGHT_TEXT)
         for spine in ax.spines.values():
             spine.set_color(_LIGHT_TEXT)
-
-
-def _png(canvas: FigureCanvasAgg) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.asarray(canvas.buffer_rgba())
-    imsave(buffer, pixels, format="png", pil_kwargs={"compress_level": 1})
-    return buffer.getvalue()
 
 
 def _axes_transform(ax: Axes) -> AxesTransform:

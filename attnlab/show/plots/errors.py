@@ -61,7 +61,10 @@ def frame_errors(ax: Axes, num_seqs: int, num_heads: int, cache_of: int | None) 
     ax.set(xlim=(-0.5, num_heads - 0.5), ylim=(BAND * num_seqs - 0.5, -0.5))
     ax.set_xlabel("query head" if cache_of is None else "KV head")
     ax.set_ylabel("sequence: new tokens on context" if cache_of is None else "slots of sequence")
-    _head_ticks(ax, num_heads)
+    step = 1
+    while num_heads > 9 * step:
+        step *= 2
+    ax.set_xticks(range(0, num_heads, step))
     bar = ax.figure.colorbar(ScalarMappable(cmap=COLOURS), ax=ax, label="largest absolute error")
     bar.ax.axhline(AT_LIMIT, color="black", linewidth=2)
     bar.ax.yaxis.set_minor_locator(NullLocator())
@@ -70,7 +73,10 @@ def frame_errors(ax: Axes, num_seqs: int, num_heads: int, cache_of: int | None) 
 
 def label_errors(ax: Axes, bar: Axes, errors: "ErrorMap", cache_of: int | None) -> None:
     """Label the rows and the colour bar of :func:`frame_errors` for some lengths and an error scale."""
-    _sequence_ticks(ax, errors.lengths, cache_of)
+    count = len(errors.lengths.query_lens)
+    shown = range(0, count, -(-count // _MAX_LABELS))
+    labels = [sequence_label(errors.lengths, i, cache_of) for i in shown]
+    ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
     _bar_ticks(bar, error_scale(errors), errors.is_derived)
 
 
@@ -140,28 +146,12 @@ def _bar_ticks(bar: Axes, scale: ErrorScale, is_derived: bool) -> None:
     bar.set_yticks(scale.norm()(ticks), labels)
 
 
-def _sequence_ticks(ax: Axes, lengths: Lengths, cache_of: int | None) -> None:
-    """Label sequences with their numbers and lengths."""
-    count = len(lengths.query_lens)
-    shown = range(0, count, -(-count // _MAX_LABELS))
-    labels = [sequence_label(lengths, i, cache_of) for i in shown]
-    ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
-
-
 def sequence_label(lengths: Lengths, i: int, cache_of: int | None) -> str:
     """Return the label of sequence ``i`` of a picture; ``cache_of`` as for :func:`plot_error`."""
     if cache_of is None:
         return f"{i}: {lengths.query_lens[i]} on {lengths.ctx_lens[i]}"
     owner = str(i) if i < cache_of else "none"
     return f"{owner}: {lengths.query_lens[i]} slots"
-
-
-def _head_ticks(ax: Axes, num_heads: int) -> None:
-    """Label at most 9 heads, at equal distances."""
-    step = 1
-    while num_heads > 9 * step:
-        step *= 2
-    ax.set_xticks(range(0, num_heads, step))
 
 
 def _finding(errors: "ErrorMap") -> str:
@@ -196,7 +186,9 @@ def frame_seq_errors(ax: Axes, lengths: Lengths, *, has_nan: bool) -> None:
     count = len(lengths.query_lens)
     ax.set_yscale("log")
     ax.set(xlim=(-0.5, count - 0.5), ylim=(_LEAST / 3, NAN_AT * 10))
-    _error_ticks(ax, has_nan)
+    ticks = [1e-9, 1e-6, 1e-3, 1.0, 1e3] + [NAN_AT] * has_nan
+    ax.set_yticks(ticks, [*map(short, ticks[:5]), *["NaN"] * has_nan])
+    ax.yaxis.set_minor_locator(NullLocator())
     shown = range(0, count, -(-count // _MAX_LABELS))
     ax.set_xticks(shown, [str(i) for i in shown])
     one_token = lengths.query_lens[-1] == 1
@@ -225,13 +217,6 @@ def _points(ax: Axes, x: Any, errors: Any, marker: str, name: str) -> None:
     drawn = np.clip(errors[~nan], _LEAST, _MOST)
     (line,) = ax.plot(x[~nan], drawn, marker, ms=6, label=name)
     ax.plot(x[nan], np.full(nan.sum(), NAN_AT), marker, ms=8, mfc="none", mec=line.get_color())
-
-
-def _error_ticks(ax: Axes, has_nan: bool) -> None:
-    """Label every third decade, and the place of NaN if there is one."""
-    ticks = [1e-9, 1e-6, 1e-3, 1.0, 1e3] + [NAN_AT] * has_nan
-    ax.set_yticks(ticks, [*map(short, ticks[:5]), *["NaN"] * has_nan])
-    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _seq_finding(series: Mapping[str, Sequence[float]], atol: float) -> str:

@@ -156,7 +156,10 @@ def report(one: "Report") -> Sheet:
     if one.reads:
         parts.append(_reads_grid(one))
     if one.forms:
-        parts.append(_forms_grid(one))
+        rows: list[Row] = [
+            [op, form, count] for op, forms in one.forms.items() for form, count in forms.items()
+        ]
+        parts.append(Grid(["op", "kernels", "cases"], rows, most=len(rows)))
     parts += _coverage_parts(one)
     if one.reports:
         parts.append(Lines([f"written: {path}" for path in one.reports]))
@@ -220,14 +223,6 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
         for one in found
     ]
     return Grid(["op", "kind", "what is known", "cases", "evidence"], rows, title)
-
-
-def _forms_grid(one: "Report") -> Grid:
-    """Return which kernels the cases of each op launched."""
-    rows: list[Row] = [
-        [op, form, count] for op, forms in one.forms.items() for form, count in forms.items()
-    ]
-    return Grid(["op", "kernels", "cases"], rows, most=len(rows))
 
 
 def _reads_grid(one: "Report") -> Grid:
@@ -505,10 +500,15 @@ def survey(one: "Survey") -> Sheet:
     elif any(each.is_described for each in one.kernels):
         text = "launches as the library makes them: no access uses a wrapped value"
         part = Lines([Words(text, "good")])
+    facts = [("source", one.source), ("processor time", f"{one.seconds:.0f} s")]
+    if one.deployment is not None:
+        limits = ", ".join(f"{name} {value:,}" for name, value in one.deployment.limits.items())
+        facts.append(("deployment", f"{one.deployment.name}: {limits}"))
+    proof = "each size was run, and the size before it; others are as in the column 'with'"
     return Sheet.of(
         "Horizon",
         summary,
-        Facts(_survey_facts(one)),
+        Facts([*facts, ("proof", proof)]),
         part,
         _horizon_grid("launches that attnlab assumes", assumed, None) if assumed else None,
         Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8)
@@ -517,15 +517,6 @@ def survey(one: "Survey") -> Sheet:
         tone="bad" if one.reached else "warn" if one.exit_code else "good",
         name="Survey",
     )
-
-
-def _survey_facts(one: "Survey") -> list[tuple[str, str]]:
-    facts = [("source", one.source), ("processor time", f"{one.seconds:.0f} s")]
-    if one.deployment is not None:
-        limits = ", ".join(f"{name} {value:,}" for name, value in one.deployment.limits.items())
-        facts.append(("deployment", f"{one.deployment.name}: {limits}"))
-    proof = "each size was run, and the size before it; others are as in the column 'with'"
-    return [*facts, ("proof", proof)]
 
 
 def _horizon_grid(title: str, rows: "list[Horizon]", deployment: "Deployment | None") -> Grid:

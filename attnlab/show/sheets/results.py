@@ -416,7 +416,12 @@ def result(one: "Result") -> Sheet:
         facts.append(("error", lines))
         if places := one.places():
             facts.append(("places", place_lines(places)))
-        facts += _side_facts(one)
+        titles = {"lse": "log-sum-exp", "padding": "padding"}
+        wrong = {error.subject: error.text() for error in one.side_errors}
+        facts += [
+            (titles[name], Words(wrong.get(name, "matches"), "bad" if name in wrong else ""))
+            for name in one.side_outputs
+        ]
     notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
         ("slot reads", one.memory.lines() if one.memory is not None else [], ""),
         ("launches", one.launches, ""),
@@ -426,24 +431,16 @@ def result(one: "Result") -> Sheet:
     )
     facts += [(name, [Words(line, tone) for line in lines]) for name, lines, tone in notes if lines]
     outcome = one.verdict if one.errors is None else f"{one.status}: {one.verdict}"
+    spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
+    last = Lines([Words(f"seconds: {spent}", "quiet")])
     return Sheet.of(
         "Result",
         outcome,
         Facts(facts),
         *_result_violations(one),
-        *_result_folds(one),
+        *([last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]),
         tone=STATUS[one.status],
     )
-
-
-def _side_facts(one: "Result") -> list[tuple[str, Value]]:
-    """Return a row for each output in addition to the main one: what is wrong with it, or that it matches."""
-    titles = {"lse": "log-sum-exp", "padding": "padding"}
-    wrong = {error.subject: error.text() for error in one.side_errors}
-    return [
-        (titles[name], Words(wrong.get(name, "matches"), "bad" if name in wrong else ""))
-        for name in one.side_outputs
-    ]
 
 
 def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
@@ -471,12 +468,6 @@ def _result_violations(one: "Result") -> list[Part]:
     if not one.violations:
         return [Lines([Words("no violations", "good")])]
     return [_violation_grid(one.violations, "violations, found without running the kernel")]
-
-
-def _result_folds(one: "Result") -> list[Part]:
-    spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
-    last = Lines([Words(f"seconds: {spent}", "quiet")])
-    return [last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]
 
 
 def other_run(one: "OtherRun") -> Sheet:
