@@ -294,9 +294,7 @@ def _check_ranges(case: CaseQuantities, rows: tuple[tuple[int, ...], ...]) -> No
     lens = case.lengths.seq_lens
     if len(rows) != len(lens) or len(rows[0]) % 2:
         text = f"mm_prefix_range must have one row per sequence ({len(lens)}), each of pairs first, last"
-        raise InvalidCase(
-            f"{text}, got {[list(row) for row in rows]!r:.80}", field="mm_prefix_range"
-        )
+        raise InvalidCase(f"{text}, got {[list(row) for row in rows]!r:.80}")
     for seq, (row, seq_len) in enumerate(zip(rows, lens, strict=True)):
         for i in range(0, len(row), 2):
             first, last = row[i : i + 2]
@@ -403,7 +401,7 @@ def _check_lengths(case: CaseQuantities) -> None:
     if (case.query_lens is None) != (case.ctx_lens is None):
         missing = "query_lens" if case.query_lens is None else "ctx_lens"
         other = "ctx_lens" if case.query_lens is None else "query_lens"
-        raise InvalidCase(f"{missing} must be given with {other}, got None", field=missing)
+        raise InvalidCase(f"{missing} must be given with {other}, got None")
     if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
         refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)
     room = case.blocks_per_seq * case.block_size

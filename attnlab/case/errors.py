@@ -1,6 +1,7 @@
 """The errors that the lab raises on purpose. All derive from AttnLabError."""
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,15 +18,20 @@ class OneLine(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+_NAMED = re.compile(r"([\w-]+)(?:[.[]\S*)? must ")
+
+
 class InvalidValue(AttnLabError, ValueError):
     """A value is not allowed.
 
-    ``field`` is the name of the field or argument, without an index; None if there is no single one.
+    ``field`` is the name of the field or argument, without an index: the first word of a text "name must …"
+    unless it is given; None if there is no single one.
     """
 
     def __init__(self, text: str, *, field: str | None = None) -> None:
         super().__init__(text)
-        self.field = field
+        match = _NAMED.match(text)
+        self.field = match[1] if field is None and match else field
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), str(self), self.field)

@@ -129,7 +129,7 @@ def refuse(name: str, allowed: str, value: object, hint: str = "") -> NoReturn:
         shown = " ".join(reprlib.repr(value).split())
     except ValueError:  # an integer with more digits than Python converts
         shown = "a very large integer"
-    raise InvalidCase(f"{name} must be {allowed}, got {shown}{hint}", field=name.partition("[")[0])
+    raise InvalidCase(f"{name} must be {allowed}, got {shown}{hint}")
 
 
 class FieldType(Protocol):
@@ -271,8 +271,7 @@ def check_plugin_file(backend: str) -> Path:
     path = Path(split_mapping(backend)[0].rpartition(":")[0]).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise InvalidCase(
-            f"backend must be FILE.py:FUNCTION of a file that exists, got {backend!r}",
-            field="backend",
+            f"backend must be FILE.py:FUNCTION of a file that exists, got {backend!r}"
         )
     return path
 

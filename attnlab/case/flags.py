@@ -193,8 +193,7 @@ def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path
         if name not in everywhere:
             known_names = ", ".join(sorted(everywhere)) or "none"
             raise InvalidCase(
-                f"parameter must be one that a notebook has ({known_names}), got {name!r}",
-                field="parameter",
+                f"parameter must be one that a notebook has ({known_names}), got {name!r}"
             )
     shared = {
         path: {
@@ -237,10 +236,7 @@ def check_injected(cells: Sequence[str]) -> None:
             known = _assigned(cells[place - 1])
             for name in _assigned(source):
                 if name not in known:
-                    raise InvalidCase(
-                        f"parameter must be one of {', '.join(known)}, got {name!r}",
-                        field="parameter",
-                    )
+                    raise InvalidCase(f"parameter must be one of {', '.join(known)}, got {name!r}")
             return
 
 

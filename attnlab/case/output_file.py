@@ -49,7 +49,7 @@ def make_output_folder(path: Path, field: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         text = f"{field} must be a folder that can be created, got {path}: {why}"
-        raise InvalidCase(text, field=field) from error
+        raise InvalidCase(text) from error
 
 
 @contextmanager

@@ -440,8 +440,7 @@ def fields_of_test(name: str, words: list[str], test_id: str) -> dict[str, Any]:
             f"{len(form.parameters)} ({'-'.join(form.parameters)})" for form in forms
         )
         raise InvalidCase(
-            f"test_id must have as many parameters as in vLLM, {expected}, got {len(words)}: {test_id!r}",
-            field="test_id",
+            f"test_id must have as many parameters as in vLLM, {expected}, got {len(words)}: {test_id!r}"
         )
     try:
         values = form.values(words)
@@ -451,15 +450,14 @@ def fields_of_test(name: str, words: list[str], test_id: str) -> dict[str, Any]:
     except (TypeError, IndexError, ZeroDivisionError):
         expected = "-".join(form.parameters)
         raise InvalidCase(
-            f"test_id must have values as in vLLM for {expected}, got {test_id!r}", field="test_id"
+            f"test_id must have values as in vLLM for {expected}, got {test_id!r}"
         ) from None
     if len(forms) > 1:
         fields["release"] = form.release
     if missing := form.missing(values):
         raise InvalidCase(
             f"test_id must be of a test that a Case can describe, got {test_id!r}, which has {missing}; "
-            f"the nearest Case: {_flags(fields)}",
-            field="test_id",
+            f"the nearest Case: {_flags(fields)}"
         )
     return fields
 
@@ -486,8 +484,7 @@ def refuse_test(name: str, test_id: str, known: tuple[str, ...]) -> NoReturn:
         hint = f"describe the call with --op {op}, {flags}"
     tests = ", ".join(known)
     raise InvalidCase(
-        f"test_id must be of a test that becomes a Case, got {test_id!r}; {hint} (tests: {tests})",
-        field="test_id",
+        f"test_id must be of a test that becomes a Case, got {test_id!r}; {hint} (tests: {tests})"
     )
 
 
@@ -541,7 +538,7 @@ def fields_of(test_id: str) -> dict[str, Any]:
             word = fields[integer]
             if not re.fullmatch(r"[0-9]{1,9}", word):
                 text = f"{integer} must be an integer, got {word!r} in test_id {test_id!r}"
-                raise InvalidCase(text, field=integer)
+                raise InvalidCase(text)
             fields[integer] = int(word)
     fields["dtype"] = _dtype(fields["dtype"], name, test_id)
     if fields["kv_cache_dtype"] == fields["dtype"]:
@@ -568,7 +565,7 @@ def _split(test_id: str) -> tuple[str, list[str], bool]:
     match = _ID.fullmatch(test_id.strip())
     if match is None:
         form = f"test_contexted_kv_attention[{'-'.join(_PLAIN)}]"
-        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}", field="test_id")
+        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}")
     words = match["parameters"].split("-")
     if match["name"] in TESTS:
         return match["name"], words, False
@@ -580,8 +577,7 @@ def _split(test_id: str) -> tuple[str, list[str], bool]:
 
 def _dtype(word: str, test: str, test_id: str) -> str:
     if word != "dtype0":
-        text = f"dtype must be dtype0, got {word!r} in test_id {test_id!r}"
-        raise InvalidCase(text, field="dtype")
+        raise InvalidCase(f"dtype must be dtype0, got {word!r} in test_id {test_id!r}")
     return "float32" if test.endswith("_f32") else "float16"
 
 

@@ -342,9 +342,7 @@ def read_notes(words: Sequence[str]) -> dict[str, str]:
     for name, text in found.items():
         if name not in NOTES or not isinstance(text, str):
             allowed = ", ".join(NOTES)
-            raise InvalidCase(
-                f"note must be a text of {allowed}, got {name}={text!r}", field="note"
-            )
+            raise InvalidCase(f"note must be a text of {allowed}, got {name}={text!r}")
     return found
 
 
@@ -476,7 +474,7 @@ def take_foreign_op(args: argparse.Namespace) -> None:
     if not any(":" in op for op in ops):
         if args.map is not None and not (args.maps_call and args.call):
             of_call = " or with a call" if args.maps_call else ""
-            raise InvalidCase(f"map must be given with op MODULE:FUNCTION{of_call}", field="map")
+            raise InvalidCase(f"map must be given with op MODULE:FUNCTION{of_call}")
         return
     if len(ops) > 1:
         raise InvalidCase("op MODULE:FUNCTION must be the only op", field="op")
@@ -528,8 +526,7 @@ def case_with_source(args: argparse.Namespace) -> Case:
     package = package_of_backend(backend)
     if args.source is not None and package is None:
         raise InvalidCase(
-            f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
-            field="source",
+            f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda"
         )
     if args.source is not None and package is not None:
         from attnlab.kernels.vllm.source import find_source, source_path

@@ -135,9 +135,7 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
 def _of_index(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of the releases of the package index."""
     if args.releases is None:
-        raise InvalidCase(
-            "releases must be FIRST..LAST, or --sources must be given", field="releases"
-        )
+        raise InvalidCase("releases must be FIRST..LAST, or --sources must be given")
     return ops_of_releases(args.releases, package_of(args.library))
 
 
@@ -192,7 +190,7 @@ def sources_in(folder: Path, package: Package) -> dict[str, Path]:
             text = (
                 f"sources must have each release once, got {version} in {found[version]} and {path}"
             )
-            raise InvalidCase(text, field="sources")
+            raise InvalidCase(text)
         found[version] = path
     if not found:
         refuse("sources", f"a folder with releases of {package.title}", str(folder))
@@ -317,7 +315,7 @@ def _merge(args: argparse.Namespace) -> int:
     command = header["command"]
     for field, owners in _OWNERS.items():
         if getattr(args, field) is not None and command not in owners:
-            raise InvalidCase(f"{field} must not be given with {command}", field=field)
+            raise InvalidCase(f"{field} must not be given with {command}")
     runs = {
         "check": _check_of_shards,
         "power": _power_of_shards,

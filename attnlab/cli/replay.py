@@ -91,7 +91,7 @@ def _probe(args: argparse.Namespace) -> int:
     command.check_share_flags(args)
     targets = _targets(args)
     if len(targets) > 1:
-        raise InvalidCase("probe must be given with one source or backend", field="probe")
+        raise InvalidCase("probe must be given with one source or backend")
     call, case, given = read_given(args)
 
     from attnlab.replay.probe import probe
@@ -146,7 +146,7 @@ def _replay_replay(args: argparse.Namespace) -> int:
 def _shrink(args: argparse.Namespace) -> int:
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
     if not seconds > 0:
-        raise InvalidCase(f"seconds must be positive, got {seconds:g}", field="seconds")
+        raise InvalidCase(f"seconds must be positive, got {seconds:g}")
     out = args.out or Path(f"{args.call.stem}-small.safetensors")
     if out.suffix == ".py":
         refuse("out", "a file that does not end with .py, which is the script's name", str(out))
@@ -268,7 +268,7 @@ def _capture(args: argparse.Namespace) -> int:
     command.check_share_flags(args)
     words = args.run[1:] if args.run[:1] == ["--"] else args.run
     if args.run and not words:
-        raise InvalidCase("command must be given after --, got none", field="command")
+        raise InvalidCase("command must be given after --, got none")
     code = None
     if words:
         from attnlab.serving.plugin import run_command
@@ -283,8 +283,7 @@ def _capture(args: argparse.Namespace) -> int:
 
 def _report(folder: Path, code: int | None) -> "CaptureReport":
     if not folder.is_dir():
-        text = f"out must be a folder with records of a capture, got {folder}"
-        raise InvalidCase(text, field="out")
+        raise InvalidCase(f"out must be a folder with records of a capture, got {folder}")
     from attnlab.serving.report import read_report, with_diagnoses
 
     report = read_report(folder, exit_code=code)

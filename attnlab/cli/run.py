@@ -153,11 +153,11 @@ def _run_case(args: argparse.Namespace) -> int:
     if args.save_call is not None:
         _check_save_call(args, case)
     if args.platforms is not None and not args.stages:
-        raise InvalidCase("platforms must be given with --stages", field="platforms")
+        raise InvalidCase("platforms must be given with --stages")
     if args.seconds is not None and args.stages:
-        raise InvalidCase("seconds must not be given with stages", field="seconds")
+        raise InvalidCase("seconds must not be given with stages")
     if args.against and args.stages:
-        raise InvalidCase("against must not be given with stages", field="against")
+        raise InvalidCase("against must not be given with stages")
     args.against = _changes(args.against or ())
     platforms = [] if args.platforms is None else args.platforms.split(",")
     for platform in platforms:
@@ -177,7 +177,7 @@ def _run_case(args: argparse.Namespace) -> int:
 def _check_save_call(args: argparse.Namespace, case: Case) -> None:
     """Raise InvalidCase if the call of a Case cannot be saved, before minutes are spent."""
     if args.stages:
-        raise InvalidCase("save-call must not be given with stages", field="save-call")
+        raise InvalidCase("save-call must not be given with stages")
     if case.op_argument != NONE:
         refuse("save-call", f"given without op_argument {case.op_argument}", str(args.save_call))
     check_output_file(args.save_call, "save-call")
@@ -196,12 +196,10 @@ def _changes(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, _ = word.partition("=")
         if not equals:
-            raise InvalidCase(f"against must be FIELD=VALUE, got {word!r}", field="against")
+            raise InvalidCase(f"against must be FIELD=VALUE, got {word!r}")
         if name not in FIELDS:
             hint = suggestion(name, FIELDS)
-            raise InvalidCase(
-                f"against must name a field of a Case, got {name!r}{hint}", field="against"
-            )
+            raise InvalidCase(f"against must name a field of a Case, got {name!r}{hint}")
     return notebook_parameters(words)
 
 
@@ -256,9 +254,9 @@ def _run(args: argparse.Namespace) -> int:
     seed = Int(0, 1 << 30).check("seed", Int(0, 1 << 30).parse("seed", args.seed))
     if not is_plugin(args.kernel):
         text = f"kernel must be FILE.py:FUNCTION or MODULE:FUNCTION, got {args.kernel!r}"
-        raise InvalidCase(text, field="kernel")
+        raise InvalidCase(text)
     if args.op is not None and args.op not in OPS:
-        raise InvalidCase(f"op must be one of {', '.join(OPS)}, got {args.op!r}", field="op")
+        raise InvalidCase(f"op must be one of {', '.join(OPS)}, got {args.op!r}")
     if (args.source is None) == (args.against is None):
         raise InvalidCase("source or against must be given, and not both", field="source")
     platform = args.platform or machine_platform() or "sm_90"

@@ -68,7 +68,7 @@ def check_flags(shard: str, out: Path | None) -> Shard:
     """Return the shard of --shard. Raises InvalidCase if its outcomes would be lost."""
     parsed = Shard.parse(shard)
     if parsed.count > 1 and out is None:
-        raise InvalidCase("out must be given with shard, for attnlab merge", field="out")
+        raise InvalidCase("out must be given with shard, for attnlab merge")
     return parsed
 
 
@@ -184,10 +184,10 @@ def read_ids(words: Sequence[str], standard_input: Iterable[str]) -> list[str]:
             found += [_id_of(line) for line in lines if line.strip()]
         else:
             raise InvalidCase(
-                f"id must be a test id, a file of ids, a test file or -, got {word!r}", field="id"
+                f"id must be a test id, a file of ids, a test file or -, got {word!r}"
             )
     if not found:
-        raise InvalidCase("id must name at least one test, got none", field="id")
+        raise InvalidCase("id must name at least one test, got none")
     return list(dict.fromkeys(found))
 
 
@@ -195,7 +195,7 @@ def _id_of(line: str) -> str:
     """Return the id in a line of pytest, such as tests/test_a.py::test_b[c]."""
     match = _ID.search(line)
     if match is None:
-        raise InvalidCase(f"id must be like test_name[…], got {line.strip()!r}", field="id")
+        raise InvalidCase(f"id must be like test_name[…], got {line.strip()!r}")
     return match[0]
 
 
@@ -228,8 +228,7 @@ def _run_matrix(args: argparse.Namespace) -> int:
     if args.source is not None and changes.get("backend") not in ("vllm", "rocm", "cuda"):
         raise InvalidCase(
             "source must be given with --backend vllm, rocm or cuda, got "
-            f"{changes.get('backend', 'model')}",
-            field="source",
+            f"{changes.get('backend', 'model')}"
         )
     shard = check_flags(args.shard, args.out)
     ids = read_ids(args.ids, sys.stdin) if args.ids else vllm_test_ids()

@@ -388,9 +388,7 @@ def kernel_files(source: Path) -> tuple[Path, list[Path]]:
     if source.is_file() and source.suffix == ".whl":
         source = _unpacked(source)
     if not source.is_dir():
-        raise InvalidCase(
-            f"source must be a Python file, a wheel or a folder, got {source}", field="source"
-        )
+        raise InvalidCase(f"source must be a Python file, a wheel or a folder, got {source}")
     found = [one for one in sorted(source.rglob("*.py")) if _HAS_KERNEL.search(one.read_bytes())]
     return (_root_of(found[0]) if found else source), found
 
@@ -572,8 +570,7 @@ class Launch:
         if self.needs and not evaluate(self.needs, found):
             got = ", ".join(f"{n} {v}" for n, v in found.items() if n in self.needs)
             raise InvalidCase(
-                f"deployment must fit {self.kernel}, which needs {self.needs}, got {got}",
-                field="deployment",
+                f"deployment must fit {self.kernel}, which needs {self.needs}, got {got}"
             )
         return replace(self, sizes=found)
 
@@ -633,9 +630,7 @@ def read_launches(path: Path) -> dict[str, Launch]:
     try:
         tables = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidCase(
-            f"launch must be a TOML file, got {path}: {error}", field="launch"
-        ) from error
+        raise InvalidCase(f"launch must be a TOML file, got {path}: {error}") from error
     return {name: _launch(name, tables, path) for name in tables}
 
 

@@ -768,7 +768,7 @@ def survey(
     kernels = [one for one in kernels if op in f"{one.shown}:{one.name}"]
     if not kernels:
         raise InvalidCase(
-            f"op must be part of the path or name of a kernel of {source}, got {op!r}", field="op"
+            f"op must be part of the path or name of a kernel of {source}, got {op!r}"
         )
     described = [*launches, *read_launches(LAUNCHES).values()]
     tasks: list[_Task] = []

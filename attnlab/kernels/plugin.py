@@ -572,8 +572,7 @@ def _entry_point(name: str) -> tuple[ModuleSpec, str]:
     if name not in known:
         found = ", ".join(sorted(known)) or "none is installed"
         raise InvalidCase(
-            f"backend must be an entry point of group {GROUP} ({found}), got {name!r}",
-            field="backend",
+            f"backend must be an entry point of group {GROUP} ({found}), got {name!r}"
         )
     module, _, attribute = known[name].partition(":")
     try:

@@ -257,7 +257,7 @@ def _mask_fields(call: KernelCall) -> dict[str, Any]:
     rules = call.visibility
     names = rules.masks or (CAUSAL,)
     if len(names) > 1:
-        raise InvalidCall(f"mask must be one, got {' and '.join(names)}", field="mask")
+        raise InvalidCall(f"mask must be one, got {' and '.join(names)}")
     found: dict[str, Any] = {"mask": names[0], "sliding_window": rules.sliding_window}
     data = {
         "causal_seqs": rules.causal,
@@ -415,7 +415,7 @@ def _cache_of(call: KernelCall, case: Case, batch: Batch) -> PagedCache:
         stored = format.encode(tokens[rows], scale)
         if not _is_same(format.decode(stored), format.decode(half[slots])):
             text = f"{name} must hold numbers that the format {format.name} gives back"
-            raise InvalidCall(f"{text}, got others", field=name)
+            raise InvalidCall(f"{text}, got others")
     return PagedCache(
         key=call.key_cache.contiguous(),
         value=call.value_cache.contiguous(),
@@ -451,7 +451,7 @@ def _check_same(call: KernelCall, built: KernelCall) -> None:
         elif not isinstance(given, torch.Tensor) and given == made:
             continue
         text = f"{one.name} must be one that a Case can state"
-        raise InvalidCall(f"{text}, got {_shown(given)}", field=one.name)
+        raise InvalidCall(f"{text}, got {_shown(given)}")
 
 
 def _shown(value: object) -> str:

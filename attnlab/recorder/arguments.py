@@ -166,7 +166,7 @@ def check_complete(reading: Reading, *, writes_cache: bool = False) -> None:
     """Raise InvalidCall unless every required field was read."""
     for name in missing(reading.fields, writes_cache=writes_cache):
         names = " or ".join(NAMES[name])
-        raise InvalidCall(f"{name} must be among the arguments, as {names}, got none", field=name)
+        raise InvalidCall(f"{name} must be among the arguments, as {names}, got none")
 
 
 def take_tables(reading: Reading) -> None:
@@ -415,7 +415,7 @@ def number_of(name: str, value: Any) -> Any:
         return _NUMBERS[name](value)
     except (TypeError, ValueError) as error:
         kind = _NUMBERS[name].__name__
-        raise InvalidCall(f"{name} must be one {kind}, got {value!r:.60}", field=name) from error
+        raise InvalidCall(f"{name} must be one {kind}, got {value!r:.60}") from error
 
 
 def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tensor:
@@ -450,10 +450,10 @@ def plain_kv_cache_dtype(given: Any, key_cache: torch.Tensor, model: torch.dtype
         if given in KV_CACHE_DTYPES[1:]:
             return str(given)
         text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"
-        raise InvalidCall(f"{text}, got {given!r:.40}", field="kv_cache_dtype")
+        raise InvalidCall(f"{text}, got {given!r:.40}")
     if key_cache.dtype != model:
         text = f"key_cache must be {model} like key, uint8 or FP8, got {key_cache.dtype}"
-        raise InvalidCall(text, field="key_cache")
+        raise InvalidCall(text)
     return "auto"
 
 
@@ -583,5 +583,5 @@ def op_of_text(text: str) -> RecordedOp:
     """Return the op "module:function"; its arguments are found by their names. Raises InvalidCase."""
     module, colon, function = text.partition(":")
     if not (colon and module and function.isidentifier()):
-        raise InvalidCase(f"op must be MODULE:FUNCTION, got {text!r}", field="op")
+        raise InvalidCase(f"op must be MODULE:FUNCTION, got {text!r}")
     return RecordedOp(module=module, function=function)

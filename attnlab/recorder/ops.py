@@ -153,7 +153,7 @@ def _scale(name: str, fields: Mapping[str, Any], cache: torch.Tensor) -> float |
     blocks, heads, _, size = cache.shape
     if tuple(scale.shape) != (heads,):
         text = f"{name} must be a number or have shape ({heads},), got {tuple(scale.shape)}"
-        raise InvalidCall(text, field=name)
+        raise InvalidCall(text)
     return scale.expand(blocks, size, heads)
 
 
@@ -162,8 +162,7 @@ def _check_slots(slots: torch.Tensor, count: int) -> None:
     beyond = torch.nonzero(slots >= count).flatten()
     if len(beyond):
         at = int(beyond[0])
-        text = f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}"
-        raise InvalidCall(text, field="slot_mapping")
+        raise InvalidCall(f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}")
 
 
 # Ops as rows: module, function, the op of attnlab, the layout of the cache, what completes the reading, and

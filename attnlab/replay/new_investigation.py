@@ -77,7 +77,7 @@ def read_start(
     50 random cases.
     """
     if kernel and source:
-        raise InvalidCase("source must not be given with kernel", field="source")
+        raise InvalidCase("source must not be given with kernel")
     path = Path(text).expanduser()
     if "[" in text or text.startswith("test_"):
         fields = {} if stage is None else {"stage": stage}
@@ -114,9 +114,9 @@ def next_notebook(folder: Path, name: str) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     known = sorted(folder.glob("[0-9][0-9]-*.ipynb"))
     if not slug:
-        raise InvalidCase(f"name must have letters or digits, got {name!r}", field="name")
+        raise InvalidCase(f"name must have letters or digits, got {name!r}")
     if any(path.stem[3:] == slug for path in known):
-        raise InvalidCase(f"name must be new, got {name!r}, which {folder} has", field="name")
+        raise InvalidCase(f"name must be new, got {name!r}, which {folder} has")
     number = int(known[-1].stem[:2]) + 1 if known else 1
     return folder / f"{number:02}-{slug}.ipynb"
 

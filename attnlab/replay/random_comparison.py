@@ -168,7 +168,7 @@ def compare_backends(
     """
     for one in backends:
         if not one.has_op(op):
-            raise InvalidCase(f"op must be one that {one.version} has, got {op}", field="op")
+            raise InvalidCase(f"op must be one that {one.version} has, got {op}")
     left_out: Counter[str] = Counter()
     found: list[Compared] = []
     for case in _cases(backends, op, platform, count * _DRAWS, seed):

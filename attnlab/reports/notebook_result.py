@@ -63,13 +63,11 @@ class PostMortem:
     def __post_init__(self) -> None:
         for name in SUMMARY:
             if not getattr(self, name).strip():
-                raise InvalidCase(f"{name} must be a text, got an empty one", field=name)
+                raise InvalidCase(f"{name} must be a text, got an empty one")
         for owner in self.follow_up:
             if owner not in OWNERS:
                 allowed = ", ".join(OWNERS)
-                raise InvalidCase(
-                    f"follow_up must name owners of {allowed}, got {owner!r}", field="follow_up"
-                )
+                raise InvalidCase(f"follow_up must name owners of {allowed}, got {owner!r}")
 
     @property
     def summary(self) -> dict[str, str]:

@@ -53,7 +53,7 @@ def run_command(command: Sequence[str], settings: CaptureSettings, *, to_stderr:
     folder = Path(settings.out)
     make_output_folder(folder, "out")
     if any(folder.glob("*.jsonl")):
-        raise InvalidCase(f"out must be a folder without records, got {folder}", field="out")
+        raise InvalidCase(f"out must be a folder without records, got {folder}")
     file = folder.resolve() / SETTINGS
     write_text(file, settings.to_json() + "\n")
     environment = {**os.environ, VARIABLE: str(file)}

@@ -85,8 +85,7 @@ class Store:
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            text = f"out must not be in use by another process, got {folder}"
-            raise InvalidCase(text, field="out") from error
+            raise InvalidCase(f"out must not be in use by another process, got {folder}") from error
         except OSError as error:
             raise _unwritable(folder, error) from error
         try:
@@ -101,7 +100,7 @@ class Store:
             difference = difference_of(read_header(self._folder), header)
             if difference:
                 text = f"out must be a store of the same command, got {self._folder}, where {difference}"
-                raise InvalidCase(text, field="out")
+                raise InvalidCase(text)
         else:
             write_text(self._folder / _HEADER, json.dumps(header) + "\n")
         outcomes, size = _read_outcomes(self._folder)
@@ -157,7 +156,7 @@ def check_store_folder(folder: Path) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
     if others:
         text = f"out must be a new folder, an empty one or a store, got {folder} with {others[0]}"
-        raise InvalidCase(text, field="out")
+        raise InvalidCase(text)
 
 
 def check_can_store(folder: Path) -> None:

@@ -426,8 +426,7 @@ def find_layout(
         return "x-split"
     if key_cache.dim() != 4 or key_cache.shape[3] != head_size:
         raise InvalidCall(
-            f"key_cache must be {_SHAPES} with head_size {head_size}, got {tuple(key_cache.shape)}",
-            field="key_cache",
+            f"key_cache must be {_SHAPES} with head_size {head_size}, got {tuple(key_cache.shape)}"
         )
     sizes = {"flash": key_cache.shape[1], "HND": key_cache.shape[2]}  # block size by layout
     heads = {"flash": key_cache.shape[2], "HND": key_cache.shape[1]}
@@ -439,12 +438,10 @@ def find_layout(
     shape = tuple(key_cache.shape)
     if not found:
         count = num_kv_heads or f"a divisor of {num_heads}"
-        text = f"key_cache must be {_SHAPES} with num_kv_heads {count}, got {shape}"
-        raise InvalidCall(text, field="key_cache")
+        raise InvalidCall(f"key_cache must be {_SHAPES} with num_kv_heads {count}, got {shape}")
     if len(found) > 1:
         raise InvalidCall(
-            f"layout must be given, {' or '.join(found)}: a key_cache of shape {shape} may be either",
-            field="layout",
+            f"layout must be given, {' or '.join(found)}: a key_cache of shape {shape} may be either"
         )
     return found[0]
 
@@ -463,7 +460,7 @@ def to_x_split(
         if cache.dim() != 4 or cache.shape[:3] != key_cache.shape[:3]:
             expected = tuple(key_cache.shape) if key_cache.dim() == 4 else "of 4 dimensions"
             text = f"{name} must be {expected} in layout {layout}, got {tuple(cache.shape)}"
-            raise InvalidCall(text, field=name)
+            raise InvalidCall(text)
     if layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     x = math.gcd(16 // key_cache.element_size(), key_cache.shape[3]) or 1

@@ -62,7 +62,7 @@ class Stored:
             raise InvalidCall(text, field="tensors")
         if entry["dtype"] not in _DTYPES:
             text = f"dtype must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.60}"
-            raise InvalidCall(text, field="dtype")
+            raise InvalidCall(text)
         sizes = {name: tuple(entry[name]) for name in ("shape", "stride")}
         return cls(**{**entry, **sizes})
 
@@ -105,7 +105,7 @@ def tensor_of(stored: Stored, storages: Mapping[str, torch.Tensor]) -> torch.Ten
     """Return a tensor that views a storage. Raises InvalidCall if it does not lie in it."""
     if stored.storage not in storages:
         text = f"storage must be one of {', '.join(storages)}, got {stored.storage!r:.60}"
-        raise InvalidCall(text, field="storage")
+        raise InvalidCall(text)
     held = storages[stored.storage]
     if held.dtype != torch.uint8 or held.dim() != 1 or held.storage_offset():
         text = f"{stored.storage} must be one-dimensional and of uint8, got {held.dtype}"

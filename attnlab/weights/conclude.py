@@ -722,9 +722,7 @@ def _of_call(call: KernelCall, ran: Case, backend: Backend) -> Subject:
     """Return what is measured of a call: every row of its sequences, and every head."""
     if call.op not in backend.ops:
         allowed = " or ".join(backend.ops)
-        raise InvalidCall(
-            f"op must be {allowed} with backend {backend.name}, got {call.op}", field="op"
-        )
+        raise InvalidCall(f"op must be {allowed} with backend {backend.name}, got {call.op}")
     return Subject(
         call=call,
         target=Target.of(ran),

@@ -619,7 +619,7 @@ def as_measurable(call: KernelCall) -> KernelCall:
     for name in ("k_scale", "v_scale"):
         scale = torch.as_tensor(getattr(call, name), dtype=torch.float32).flatten()
         if bool((scale != scale[0]).any()):
-            raise InvalidCall(f"{name} must be one number for an X-ray, got several", field=name)
+            raise InvalidCall(f"{name} must be one number for an X-ray, got several")
         scales[name] = float(scale[0])
     return dataclasses.replace(call, **scales)
 

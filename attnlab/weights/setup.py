@@ -435,7 +435,7 @@ def check_readable(case: Case) -> None:
     """Raise InvalidCase for an op argument with which values of 0 and 1 do not show the weights."""
     if case.argument.no_xray:
         text = f"op_argument must let an X-ray read weights, got {case.op_argument}: {case.argument.no_xray}"
-        raise InvalidCase(text, field="op_argument")
+        raise InvalidCase(text)
 
 
 def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunOptions:

@@ -192,8 +192,7 @@ def source_path(text: str, package: Package = VLLM) -> Path:
         if found is None:
             words = text if package is VLLM else f"--library {package.name} {text}"
             raise InvalidCase(
-                f"source must be a release that was downloaded, got {text}; run attnlab fetch {words}",
-                field="source",
+                f"source must be a release that was downloaded, got {text}; run attnlab fetch {words}"
             )
         return found
     refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
@@ -341,8 +340,7 @@ def _members(path: Path, package: Package) -> Iterator[tuple[str, bytes]]:
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         why = " ".join(str(error).split())
         raise InvalidCase(
-            f"source must be a wheel or an sdist of {package.title}, got {path}: {why}",
-            field="source",
+            f"source must be a wheel or an sdist of {package.title}, got {path}: {why}"
         ) from error
 
 
