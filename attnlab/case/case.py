@@ -24,8 +24,6 @@ from attnlab.case.ops import OPS, PREFILL, WRAPPER, Op
 from attnlab.case.platforms import PLATFORMS, STAGES, Platform, Stage
 from attnlab.case.pytest_id import fields_of
 
-# Lengths: token counts of the sequences of a batch.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
@@ -97,9 +95,6 @@ def draw_lengths(
         query_lens[-1] = 1
     ctx_lens = [rng.randint(min(16, max_ctx_len), max_ctx_len) for _ in range(num_seqs)]
     return Lengths(query_lens=tuple(query_lens), ctx_lens=tuple(ctx_lens))
-
-
-# CaseQuantities: what follows from the fields of a Case.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -234,9 +229,6 @@ class CaseQuantities(CaseFields):
     def has_own_tolerance(self) -> bool:
         """Answer whether the Case accepts other errors than rounding: atol or rtol is given."""
         return self.atol is not None or self.rtol > 0
-
-
-# Rules for the mask of a Case and its data, checked before anything is allocated.
 
 
 def check_mask(case: CaseQuantities) -> None:
@@ -615,9 +607,6 @@ class Case(CaseQuantities):
         """Return the Case of a vLLM pytest id with ``changes``; see
         :func:`attnlab.case.pytest_id.fields_of`."""
         return cls.from_dict({**fields_of(test_id), **changes})
-
-
-# Accept a Case or a pytest id as the first argument of a public function.
 
 
 def as_case(case: Case | str, **changes: Any) -> Case:

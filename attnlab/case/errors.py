@@ -82,8 +82,6 @@ class VerdictFailed(OneLine, AttnLabError, AssertionError):
     """A notebook's verdict differs from the expected one."""
 
 
-# Extras: the optional packages of attnlab, and the error that names the extra to install.
-
 # The extra of pyproject.toml that installs each package that code of attnlab imports.
 _PACKAGES = {
     "lab": (

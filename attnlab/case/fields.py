@@ -20,8 +20,6 @@ from typing import Any, NoReturn, Protocol
 from attnlab.case.errors import InvalidCase
 from attnlab.library.op import Package, libraries, package_of, package_of_module
 
-# Suggest the allowed value that a wrong one was probably meant to be.
-
 # Names in use elsewhere, lower case, and what a Case calls them.
 _GPUS = {
     "gfx90a": ("mi200", "mi210", "mi250", "mi250x"),

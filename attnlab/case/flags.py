@@ -164,8 +164,6 @@ def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-# Parameters of notebooks: reading their defaults, checking values, and assigning them to notebooks.
-
 _INJECTED = "# Parameters\n"  # first line of the cell that papermill inserts
 
 

@@ -74,9 +74,6 @@ def machine_platform() -> str | None:
     return found if found in PLATFORMS else None
 
 
-# Stages: the states of vLLM's test while its failure was investigated.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """How a test makes its index tensors, and which tokens it writes to the cache.

@@ -15,8 +15,6 @@ from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.library.op import package_of
 from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words
 
-# Sheets of a catalogue: a table of all entries, and the facts of one.
-
 
 def list_sheet(
     noun: str, entries: Mapping[str, Mapping[str, Any]], columns: Sequence[str]
@@ -115,8 +113,6 @@ def _stages(args: argparse.Namespace) -> int:
     return _print(args, "stage", entries, ("meaning", "query_start_loc", "fill"))
 
 
-# The command ``attnlab env``.
-
 _PACKAGES = ("torch", "triton", "numpy")
 
 
@@ -203,9 +199,6 @@ def _env(args: argparse.Namespace) -> int:
         return 0
     show(one_sheet("environment", f"attnlab {__version__}", facts))
     return 0
-
-
-# The command ``attnlab fetch``.
 
 
 @runs("fetch")

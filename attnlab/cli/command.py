@@ -187,9 +187,6 @@ def _add_entries(group: Any, entries: Mapping[str, Any], text: str = "") -> None
             flag(group, spec, options.pop("help").replace("{}", text), **options)
 
 
-# What commands print: a document or a sheet on standard output, everything else on standard error.
-
-
 def errors() -> "Console":
     """Return the console of standard error."""
     return _console(stderr=True, soft_wrap=True)
@@ -292,9 +289,6 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         yield update
 
 
-# What commands write to be sent: a page and a comment.
-
-
 def check_share_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a file that cannot be written, before anything runs."""
     if args.html is not None:
@@ -356,9 +350,6 @@ def _without_files(argv: Sequence[str]) -> str:
         elif not equals:
             next(words, None)
     return shlex.join(kept)
-
-
-# The Case, the source and the Lab that several commands take from their flags.
 
 
 def case_of_flags(args: argparse.Namespace) -> Case:

@@ -144,9 +144,6 @@ def _page(args: argparse.Namespace) -> int:
     return code
 
 
-# The command ``attnlab xray``.
-
-
 def _checked_case(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
     if not args.limit_s > 0:

@@ -151,9 +151,6 @@ def _investigate(args: argparse.Namespace) -> int:
     return exit_code(results)
 
 
-# The command ``attnlab new-investigation``.
-
-
 @runs("new-investigation")
 def _new(args: argparse.Namespace) -> int:
     folder, start = args.notebooks_folder or _NOTEBOOKS, args.start
@@ -183,9 +180,6 @@ def _new(args: argparse.Namespace) -> int:
         again = f"attnlab investigate {path.stem[:2]}{flags}"
         print(f"{found.sentences[0]}\nwritten: {path}\nrun it again: {again}")
     return 0
-
-
-# The command ``attnlab claims``.
 
 
 @runs("claims")

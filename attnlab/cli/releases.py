@@ -212,9 +212,6 @@ def _ends(text: str) -> tuple[str, str]:
     return first, last
 
 
-# The command ``attnlab atlas``.
-
-
 @runs("atlas")
 def _atlas(args: argparse.Namespace) -> int:
     check_page(args)

@@ -139,9 +139,6 @@ def _replay_replay(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-# The command ``attnlab shrink``.
-
-
 @runs("shrink")
 def _shrink(args: argparse.Namespace) -> int:
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))

@@ -35,8 +35,6 @@ from attnlab.cli.command import (
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 
-# Run a Case in a child process, with a limit for the time that its kernels take.
-
 _POLL_S = 0.1
 _KERNELS = "kernels"  # the step of a Lab that has the limit
 Work = Callable[[argparse.Namespace, Case, Callable[..., None]], int]
@@ -100,9 +98,6 @@ def _work(sender: Any, work: Work, args: argparse.Namespace, case: Case) -> None
         sender.send(code)
 
 
-# The command ``attnlab explain``.
-
-
 @runs("explain")
 def _explain(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
@@ -110,9 +105,6 @@ def _explain(args: argparse.Namespace) -> int:
     decision = decide(case_of_flags(args))
     put(decision, args.json)
     return 0
-
-
-# The command ``attnlab decode-error``.
 
 
 @runs("decode-error")
@@ -241,8 +233,6 @@ def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) 
         show(cells)
     return 0 if all(cell.status == "match" for cell in cells) else 1
 
-
-# The command ``attnlab compare``.
 
 _COUNT = Int(1, 10_000)
 

@@ -84,9 +84,6 @@ def print_shard(shard: Shard, outcomes: Mapping[str, Outcome], as_json: bool) ->
     return 3 if failed else 0
 
 
-# The flags and the output that ``attnlab check`` and ``attnlab merge`` share.
-
-
 def check_ci_files(args: argparse.Namespace) -> None:
     """Raise InvalidCase if a file of --junit or --sarif cannot be written, before anything runs."""
     for field in ("junit", "sarif"):
@@ -115,9 +112,6 @@ def print_report(report: "Report", as_json: bool, page: Path | None = None) -> N
         print(f"pictures: {page}")
     if report.not_run:
         print(f"not run: {'; '.join(report.warnings())}")
-
-
-# The command ``attnlab power``.
 
 
 @runs("power")
@@ -157,8 +151,6 @@ def print_power(report: "MutationReport", as_json: bool) -> int:
     put(report, as_json)
     return 1 if report.survivors else 0
 
-
-# The command ``attnlab matrix``.
 
 _ID = re.compile(r"\w+\[.*\]")
 _COLLECT_S = 600  # pytest imports vLLM

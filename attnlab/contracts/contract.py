@@ -8,8 +8,6 @@ from attnlab.case.ops import OPS, PREFILL, WRAPPER
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
 
-# Target: the platform, release and settings that a call runs with; the names of vLLM's kernels.
-
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"
 

@@ -144,9 +144,6 @@ def _within(name: str, value: int, least: int, most: int) -> Term:
     )
 
 
-# The part of ``import attnlab`` that needs no tensors.
-
-
 def explain(case: Case | str, **changes: Any) -> Decision:
     """Return which kernels run for a Case or a pytest id, and each term of the predicate that decides.
 

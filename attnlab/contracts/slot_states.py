@@ -18,8 +18,6 @@ from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import mask_of
 
-# Which sequences a kernel serves, which output rows it writes, and how many positions it reads.
-
 
 def default_scale(call: KernelCall, target: Target) -> float:
     """Return the scale that the op uses if sm_scale is not passed."""
@@ -357,8 +355,6 @@ def readable_states(contracts: Iterable[Contract]) -> set[SlotState]:
     tail = any(contract.reads_tail != "nothing" for contract in contracts)
     return {SlotState.OWN, SlotState.UNWRITTEN_TAIL} if tail else {SlotState.OWN}
 
-
-# SlotMap: for every slot of a cache, who wrote it, who reads it, and what it is to its reader.
 
 NOT_READ = -1
 

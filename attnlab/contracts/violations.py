@@ -26,8 +26,6 @@ from attnlab.contracts.slot_states import (
 from attnlab.tensors.cache import Provenance
 from attnlab.tensors.call import KernelCall
 
-# Violation: one place where a call violates a contract, and the sentence that displays it.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation(Document):

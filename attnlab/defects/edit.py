@@ -16,8 +16,6 @@ from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, s
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import mask_of
 
-# Defect: one way for a kernel, or for the code that calls it, to be wrong.
-
 Compute = Callable[[Problem, RowSlice], Predicted]
 Applies = Callable[[Problem], bool]
 IsShown = Callable[[Problem, Sequence[int]], bool]

@@ -575,9 +575,6 @@ def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) ->
     return KernelHorizon(**facts, launch=None, why=why)
 
 
-# The horizons of a source, and what they mean for a deployment.
-
-
 LAUNCHES = Path(__file__).parent / "launches.toml"
 _Task = tuple[Kernel, list[Launch], bool]  # the launches are assumed if the last is true
 _ALONE = 8  # kernels that one process does alone

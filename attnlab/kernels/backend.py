@@ -32,8 +32,6 @@ from attnlab.kernels.vllm.features import lacks
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
 
-# The steps of a run, and the protocol of a function that displays them.
-
 T = TypeVar("T")
 STEPS = ("batch", "cache", "kernels", "reference", "compare")  # in the order of a run
 

@@ -661,8 +661,6 @@ def _merge(call: KernelCall, scratch: Scratch, seq: int, seq_len: int) -> torch.
     return (mixed / (shares.sum(-1, keepdim=True) + _EPSILON)).to(call.buffer.dtype)
 
 
-# Backend ``model``: the kernels' contracts in torch, on any machine.
-
 _KERNELS = {
     PREFILL: context_attention_fwd,
     ENCODER: encoder_attention,

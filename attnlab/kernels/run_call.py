@@ -51,8 +51,6 @@ def spec_of(op: str) -> str:
     return f"{package}:{class_}" if class_ in NATIVE else f"{module}:{function}"
 
 
-# Run a KernelCall on a backend, in the memory layout in which it was saved.
-
 _UNREAD = ("lse", "block_ids")  # tensors that no op reads
 
 

@@ -366,8 +366,6 @@ class Lab:
                 seconds[step] = time.perf_counter() - start
 
 
-# Draw the batches of coming Cases in the background, while a Lab runs the Cases before them.
-
 _AHEAD = 2  # batches that wait for their Cases; a Lab must keep one more
 
 
@@ -415,8 +413,6 @@ def drawing_ahead(lab: Lab, cases: Sequence[Case]) -> Iterator[Iterator[Case]]:
         if thread.ident is not None:
             thread.join()
 
-
-# The table of stages: one Case in every stage of the test, on several platforms.
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
 

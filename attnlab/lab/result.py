@@ -32,10 +32,6 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
 from attnlab.tensors.visibility import Visibility
 
-# ErrorMap: where and by how much an output differs from the reference.
-
-# Greatest: the largest error of a comparison and where it is.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greatest:

@@ -237,8 +237,6 @@ def by_slot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-# Cache writes that are hostile to the ops of further formats.
-
 _REASONS: dict[str, dict[str, Any]] = {
     "pages with gaps, and tokens without a slot": {},
     "tokens of zeros: the smallest scale": {"spread": 0.0},
@@ -469,9 +467,6 @@ def _scales(key: torch.Tensor) -> Stored:
     return Stored(numbers=middle, bound=middle - least + most * _LATENTS_SCALE)
 
 
-# Run a write by vLLM's CUDA op, compiled from csrc/cache_kernels.cu for the emulated device.
-
-
 def cuda_write(source: Source) -> Callable[[WriteCase, WriteInputs], None]:
     """Return the writer that calls the CUDA op of a format; it raises Unsupported without the source."""
 
@@ -515,9 +510,6 @@ def _op(case: WriteCase, inputs: WriteInputs) -> tuple[str, dict[str, torch.Tens
 def _whole(view: torch.Tensor, first_block: int) -> torch.Tensor:
     """Return the view of a cache from block 0 on."""
     return view.as_strided((first_block + view.shape[0], *view.shape[1:]), view.stride(), 0)
-
-
-# WriteReport: the hostile cache writes that ran, and what they got wrong.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -711,9 +703,6 @@ def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> 
         is_own = marks.view(-1, each).any(1).repeat_interleave(each)
         count += int(((inputs.memory[name] != before[name]) & ~is_own).sum())
     return count
-
-
-# The part of ``import attnlab`` that checks cache writes in further formats.
 
 
 def check_writes(

@@ -138,8 +138,6 @@ STATE_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
 }
 
 
-# Cases that are hostile to ops of linear attention.
-
 _PREFILLS: dict[str, dict[str, Any]] = {
     "few tokens": {"query_lens": (3, 1, 5)},
     "lengths before, at and after the end of a chunk": {"query_lens": (63, 64, 65, 1)},

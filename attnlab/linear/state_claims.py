@@ -189,8 +189,6 @@ class Trial:
         return found
 
 
-# Scopes: the sequences and heads in which a rule holds; elsewhere the op is right.
-
 _Where = Callable[[torch.Tensor, int], torch.Tensor]
 _SCOPES: dict[str, tuple[_Where | None, _Where | None]] = {
     "": (None, None),
@@ -392,8 +390,6 @@ def _contradicted(trials: Sequence[Trial], rule: StateRule, scope: str) -> int:
     )
 
 
-# What wrong outputs of an op of linear attention have in common, where no rule gives them.
-
 _SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
     "the wrong sequences are those after a sequence without a token": lambda lens: (
         ((lens == 0).cumsum(0) > 0) & (lens > 0)
@@ -511,9 +507,6 @@ def _of_ratio(one: Trial, rows: torch.Tensor) -> Iterator[str]:
         bound = (1 + abs(factor)) * one.right.output_bound[rows]
         if bool((error <= bound).all()):
             yield f"the wrong rows are {factor:.2g} times what they should be"
-
-
-# Slots: whose states rows read and slots get, where these are not the right ones.
 
 
 def slot_kind(call: StateCall, slot: int, seq: int) -> str:

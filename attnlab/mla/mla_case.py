@@ -245,8 +245,6 @@ MLA_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
 }
 
 
-# MlaCases that are hostile to the ops of each path.
-
 _ONE_TOKEN = {"query_lens": (1, 1, 1)}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "query_lens": (1, 1), "ctx_lens": (40, 5)}
 

@@ -37,8 +37,6 @@ from attnlab.mla.partial import (
 )
 from attnlab.tensors.formats import FORMATS, distance
 
-# The three paths to the output, step by step, with any arithmetic and any fault.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
@@ -239,8 +237,6 @@ _PATHS: dict[str, Callable[[MlaCase, Inputs, Arithmetic, Fault], list[Step]]] = 
 }
 
 
-# MlaResult: a path that ran, compared with the exact path step by step.
-
 MATCH, MISMATCH = "match", "mismatch"
 
 
@@ -359,9 +355,6 @@ def _ratio(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     return ratio.masked_fill(error == 0, 0.0).nan_to_num(torch.inf, torch.inf)
 
 
-# MlaReport: the hostile cases of MLA that ran, and what they found.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VariantResult(Document):
     """A hostile case, why it is one, and its result, or the error for which it could not run."""
@@ -456,9 +449,6 @@ def explanations(case: MlaCase, inputs: Inputs, output: Partial) -> tuple[str, .
             width = torch.nan_to_num(predicted.errors[0]).sum()
             found.append((fault.is_blur == (case.lse_dtype == "float32"), float(width), fault.name))
     return tuple(name for *_, name in sorted(found))
-
-
-# The part of ``import attnlab`` that runs MLA paths.
 
 
 def run_mla(

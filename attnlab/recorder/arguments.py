@@ -260,8 +260,6 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or value in neutral
 
 
-# From a Reading to a KernelCall: numbers out of tensors, dtypes, and the checks of from_tensors.
-
 _FP8_PLATFORM = {torch.float8_e4m3fn: "sm_90", torch.float8_e4m3fnuz: "gfx942"}
 
 
@@ -456,8 +454,6 @@ def plain_kv_cache_dtype(given: Any, key_cache: torch.Tensor, model: torch.dtype
         raise InvalidCall(text)
     return "auto"
 
-
-# RecordedOp: a function whose calls are recorded, and how its arguments are read.
 
 Adjust = Callable[[dict[str, Any], Reading], None]
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], BoundArguments]

@@ -50,8 +50,6 @@ from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
 from attnlab.tensors.call_file import moved
 
-# Recorded: one call as it was recorded, before it is converted to a KernelCall.
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Recorded:

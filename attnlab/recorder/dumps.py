@@ -344,9 +344,6 @@ def _number(path: Path, field: str, key: str, values: Mapping[str, Any]) -> Any:
         raise InvalidCall(f"{text}, got {field}={key}") from None
 
 
-# SGLang's dumper: one file per tensor.
-
-
 def _sglang_folder(folder: Path) -> tuple[dict[str, Any], Origin]:
     """Return the values of a folder that holds one step, rank and layer."""
     keys = {_key_of(path, _sglang_file(path)["meta"]) for path in sorted(folder.glob("*.pt"))}

@@ -250,9 +250,6 @@ def _are_alike(left: Any, right: Any) -> bool:
     return both and left.shape == right.shape and left.numel() > 1
 
 
-# A test's comparison of a written cache: which half it is, and where its expected value is wrong.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Half:
     """The keys or the values of a written cache, as a test's tensor has them.

@@ -674,8 +674,6 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
     return (*map(_op, rows), *write_ops(FOLDERS, _CUSTOM))
 
 
-# All ops that are recorded: those of attnlab, and those of the entry-point group ``attnlab.ops``.
-
 GROUP = "attnlab.ops"
 
 

@@ -311,9 +311,6 @@ def _ran_count(variations: Sequence[Variation]) -> int:
     return sum(one.change is not None for one in variations)
 
 
-# The part of ``import attnlab`` that probes a saved call.
-
-
 def probe_call(
     call: KernelCall,
     *,

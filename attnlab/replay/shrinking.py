@@ -42,8 +42,6 @@ from attnlab.replay.replay_call import (
 from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Words
 from attnlab.tensors.call import KernelCall
 
-# Steps: the calls that are smaller than a call by one step, the largest steps first.
-
 Step = tuple[str, KernelCall]  # what it does, in words, and its call
 _SINGLE = 8  # sequences, heads or rows that are tried alone, the worst first
 _PLAIN: dict[str, Any] = {
@@ -449,9 +447,6 @@ class _Search:
         except AttnLabError:
             return None
         return failure
-
-
-# The part of ``import attnlab`` that shrinks a saved call.
 
 
 def shrink_call(

@@ -143,8 +143,6 @@ def _by_line(function: "Function", gaps: list["Gap"]) -> dict[int, list["Gap"]]:
     return found
 
 
-# The page of ``attnlab releases``: a row per fault, a column per release.
-
 SIGNS = {"finding": "●", "sound": "·", "other fault": "○", "absent": "", "not run": "?"}
 NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not confirmed": "≠", "not runnable": "–", "not tried": ""}
 
@@ -487,8 +485,6 @@ def _clean(text: str) -> str:
     return _NO_XML.sub("\ufffd", text)
 
 
-# The report of a check as SARIF 2.1.0, for code scanning: a rule per kind of finding, and its line.
-
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
@@ -595,8 +591,6 @@ def _fingerprint(finding: Finding) -> str:
     """Return what identifies a finding over commits: its op, kind and diagnosis, not its line."""
     return hashlib.sha256("\0".join(finding.group).encode()).hexdigest()[:32]
 
-
-# The report of a check as a short Markdown table, for the summary of a CI job.
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
 _HEAD = "| op | finding | diagnosis | cases | line |\n|---|---|---|---|---|"

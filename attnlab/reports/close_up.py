@@ -186,9 +186,6 @@ def _steps(log: ProgramLog, caches: Sequence[tuple[Region, Region]]) -> Iterator
         yield step()
 
 
-# The document.
-
-
 def close_up(run: TracedRun) -> dict[str, Any] | None:
     """Return the document of a run, or None if it has no output rows."""
     result = run.result

@@ -500,8 +500,6 @@ def as_flag(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# Run several notebooks and write their pages.
-
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent / "notebooks"
 OnEnd = Callable[[Outcome], None]
 

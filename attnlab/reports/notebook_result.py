@@ -15,8 +15,6 @@ from attnlab.case.shown import Shown
 from attnlab.show.notebook import Json, Verdict, as_text, plain, versions
 from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Tone, Words
 
-# The post-mortem of a notebook as data: its page shows the summary on top and the follow-up at the end.
-
 POST_MORTEM_MIME = "application/vnd.attnlab.post-mortem+json"
 OWNERS = ("kernel", "test", "upstream")
 SUMMARY = ("failed", "where", "since", "cause", "fix", "status")
@@ -120,8 +118,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     )
     return f'<table class="attnlab-post-mortem"><tbody>{cells}</tbody></table>'
 
-
-# Compare the verdicts of a run with a baseline: the verdicts.json of an earlier run.
 
 ChangeKind = Literal["gone", "broken", "changed", "fixed", "new", "figures", "parameters"]
 _LOSSES = ("gone", "broken", "changed")
@@ -424,8 +420,6 @@ def _junit_case(
         ET.SubElement(case, kind, message=_NOT_XML.sub("", message))
     return case
 
-
-# Parts of the sheet of Results.
 
 _STATUS: dict[str, Tone] = {"passed": "good", "unavailable": "warn", "interrupted": "warn"}
 

@@ -89,8 +89,6 @@ def tensor_text(tensor: torch.Tensor) -> str:
     return f"torch.tensor({numbers}, dtype={tensor.dtype})"
 
 
-# The script of a mask that an op takes with an INT4 cache and ignores: its output is the same without it.
-
 # By mask: the argument that carries it, and its value in a call without it.
 _CARRIED = {
     "ranges_in_window": ("mm_prefix_clamp_sliding_window", False),
@@ -113,8 +111,6 @@ def ignored_facts(case: Case) -> dict[str, Any]:
     assert cache is not None
     return {"ignored": name, "neutral": repr(neutral), "mode": cache.mode}
 
-
-# The op argument of a Case in a script, and the script of a merge.
 
 _BLOCK_POINTERS = "block_pointers"
 SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS)
@@ -650,8 +646,6 @@ def _packed(data: bytes) -> str:
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
-
-# Write a script that repeats a call of an op of linear attention without attnlab.
 
 _FUNCTIONS = {"key_first", "packed", "nan_like", "True", "returned"}
 

@@ -186,8 +186,6 @@ class Requests:
             one.set_prompt(np.asarray(tokens, np.int64))
 
 
-# LayerCall: one call of an attention layer's implementation, and the hooks that make it known.
-
 Arguments = Callable[[], Mapping[str, Any]]
 METHODS = ("forward", "forward_mqa", "forward_mha", "do_kv_cache_update")
 
@@ -328,9 +326,6 @@ class ReadArguments:
                 (self.query_lens, other.query_lens),
             )
         )
-
-
-# The attention layers and KV-cache groups of a vLLM model runner.
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

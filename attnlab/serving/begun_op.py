@@ -26,8 +26,6 @@ from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import has_scaled_output, in_numbers
 from attnlab.weights.plan import numbers
 
-# Check the values of a call in place: some rows and heads against the reference, with the derived bound.
-
 _BY_ROW = ("query", "key", "value", "output")
 
 
@@ -182,9 +180,6 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
     return view_of_kv_heads(part, own).with_named_blocks().cpu()
 
 
-# Observations of wrong values: which request and position a wrong row of an output belongs to.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowsOfOp:
     """The rows of an op's output: which layer and step made them.
@@ -273,8 +268,6 @@ def not_finite(
             )
     return found
 
-
-# Intent against arguments: what a layer asked for, compared with what its op got.
 
 _EQUAL = 1e-5  # relative; the numbers are stored in float32 on the way
 
@@ -465,8 +458,6 @@ def _list(values: Any) -> list[float]:
         return [float(one) for one in values.detach().float().cpu().flatten()]
     return [float(one) for one in values]
 
-
-# The arguments of an op against the batch: lengths, and what it reads from the cache.
 
 Host = Callable[[torch.Tensor], Integers]
 

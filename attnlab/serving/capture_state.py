@@ -127,8 +127,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-# Tally: the counts and the observations of a capture in one process.
-
 _INTERVAL_S = 1.0  # between two lines of counts
 
 
@@ -182,8 +180,6 @@ class Tally:
             self._records.write("counts", facts)
 
 
-# KeptCalls: saves calls to files, up to a number of bytes.
-
 MOST_WRONG = 4  # calls of one layer that are kept because a check failed
 
 
@@ -230,8 +226,6 @@ def _bytes(call: KernelCall) -> int:
         for name, one in call.tensors().items()
     )
 
-
-# CaptureState: what the parts of a capture in one process share.
 
 _log = logging.getLogger("attnlab.serving")
 

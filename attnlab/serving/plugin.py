@@ -37,8 +37,6 @@ def activate() -> None:
         log.warning("attnlab captures nothing: %s: %s", type(error).__name__, text)
 
 
-# Run a command with the capture activated in its environment, and pass signals on.
-
 SETTINGS = "settings.json"
 _PASSED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 

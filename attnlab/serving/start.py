@@ -248,8 +248,6 @@ def _tensor(buffer: Any) -> torch.Tensor:
     return found
 
 
-# Wrappers of ops: inside a layer's call, they report the op's arguments to the session.
-
 # Ops that write the cache and have a parameter slot_mapping (vLLM 0.11.2 to 0.33.0).
 WRITE_OPS = frozenset(
     {

@@ -258,8 +258,6 @@ class Pool(Engine, Generic[SlotT]):
                 self._on_outcome(Outcome(key=key, status=NOT_RUN, text=text))
 
 
-# The memory that is available on this machine, within the limits of its control groups.
-
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # larger limits of a control group are none
 
@@ -317,8 +315,6 @@ def _cached(file: Path, name: str) -> int:
         return int(stats.get(name, 0))
     return 0
 
-
-# Worker: a child process that keeps a job's state and runs one task at a time.
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IDLE_SHARE = 0.25  # of the time in which a task does nothing

@@ -231,8 +231,6 @@ def one_line(error: BaseException) -> str:
     return line.partition(" Some common causes")[0][:300]
 
 
-# End a process and all processes that descend from it.
-
 _END_S = 1.0
 
 

@@ -21,8 +21,6 @@ from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.tasks.task import NOT_RUN, STATUSES, Outcome, Task
 
-# Shard: one of several parts of a list of tasks, for machines that do not talk to each other.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
@@ -221,9 +219,6 @@ def _read_outcomes(folder: Path) -> tuple[dict[str, Outcome], int]:
 
 def _unwritable(folder: Path, error: OSError) -> Unavailable:
     return Unavailable(f"{folder} cannot be written: {error.strerror or error}")
-
-
-# Merge the stores of shards.
 
 
 def merged_stores(folders: Sequence[Path]) -> tuple[Header, dict[str, Outcome]]:

@@ -19,8 +19,6 @@ from attnlab.case.errors import InvalidCall, Unavailable
 from attnlab.case.shown import Shown
 from attnlab.tensors.formats import FORMATS, ElementFormat, coarse, spanning, store, written_format
 
-# Batch: ragged sequences with their query, key and value.
-
 # Values of query, key and value that random numbers do not have, by the names of a Case's ``distribution``.
 #
 # Each is a change of numbers with a normal distribution, so that the rest of them stays random.

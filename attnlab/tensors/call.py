@@ -17,8 +17,6 @@ from attnlab.tensors.cache import LAYOUTS, find_layout, to_x_split
 from attnlab.tensors.call_file import copy_blocks, named_by
 from attnlab.tensors.visibility import Visibility
 
-# Origin: which program made a call, where, and in which layer and step.
-
 STOCK_BFLOAT16 = "bfloat16 under Triton's interpreter"  # which takes their bits for integers
 
 

@@ -139,8 +139,6 @@ def with_drawn_keys(call: KernelCall, target: Target, seed: int = 5) -> KernelCa
     return dataclasses.replace(call, query=query, key=key, key_cache=_like(call.key_cache, stored))
 
 
-# SlotOwners: which sequence and position each slot of an X-ray belongs to.
-
 NONE = -1
 
 

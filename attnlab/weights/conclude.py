@@ -124,9 +124,6 @@ def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
     return max(case.max_blocks_per_seq, -(-longest // case.block_size))
 
 
-# UsableRows: the finite rows of a measurement, and what belongs to them.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UsableRows:
     """Rows of a measurement.
@@ -262,8 +259,6 @@ def _lanes(case: Case) -> int:
     new = 0 if case.spec.new_tokens_from == "cache" else max(case.lengths.query_lens, default=0)
     return cached + new
 
-
-# SecondCase: another case on the same backend, which descriptions must predict before they are stated.
 
 Other = Callable[[tuple[int, ...] | None, bool, bool], Subject | None]
 
@@ -605,8 +600,6 @@ def _limits(found: Examined) -> list[str]:
         )
     return lines
 
-
-# The part of ``import attnlab`` that reads weights out of a kernel.
 
 NO_RUNNER = (
     "backend must be given to X-ray a saved call, which holds no kernel: --kernel mine.py:my_attention, "

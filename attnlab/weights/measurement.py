@@ -503,8 +503,6 @@ def weigh(
     return torch.cat(outputs).transpose(0, 1), torch.cat(magnitudes).transpose(0, 1)
 
 
-# examine: measure a call on a backend, and conclude.
-
 COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
 COARSE_VALUES = 0.05  # relative rounding of the output where the weights are right
 _COARSE_MOST, _COARSE_SUM = 0.5, 0.1  # the largest relative errors that are called rounding

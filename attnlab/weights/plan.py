@@ -54,8 +54,6 @@ def _by_sequence(
     return found.to(setup.device)
 
 
-# Partition: how a kernel divides the keys of a row into steps: tiles, blocks, splits or segments.
-
 LAST, LAST_SEEN = (
     -1,
     -2,
@@ -131,9 +129,6 @@ class Partition:
             self.only or 0, f"{noun} {self.only}"
         )
         return f"{one}{where} ({self.keys})"
-
-
-# Rescale: partial sums of a softmax that are rescaled wrongly when the maximum rises or parts are merged.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,8 +330,6 @@ def right_keys(setup: AttentionSetup) -> torch.Tensor:
     return source & (setup.entry_slot >= 0) & visible_entries(setup)
 
 
-# Rule: one way in which a kernel differs from a right one, as a change of a Plan; edges and constants.
-
 PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
 
 
@@ -498,9 +491,6 @@ def constants_near(value: float, setup: AttentionSetup, tolerance: float) -> lis
         if abs(compute(setup) - value) <= tolerance * max(abs(value), 1e-3)
     ]
     return [*named, Constant("", value)]
-
-
-# Description: rules and the rows and heads that they concern; predicts weights and outputs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

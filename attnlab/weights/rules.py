@@ -824,9 +824,6 @@ class SlopeOf(Rule):
         return f"ALiBi's slopes are those of {self.form}"
 
 
-# StoredRead: a rule about caches with a scale per token and head: they are read in a wrong way.
-
-
 @dataclass(frozen=True, slots=True)
 class StoredRead(Rule):
     """The kernel decodes the cache with a wrong read of ``argument_reference``, by its name."""

@@ -64,8 +64,6 @@ from attnlab.weights.rules import (
 )
 from attnlab.weights.setup import AttentionSetup
 
-# Proposals: the rules that are tried, chosen by what the measured weights look like.
-
 START = Edge("start")
 _TILES = (8, 16, 32, 64, 128, 256)
 _SHIFTS = (1, 2, 3)

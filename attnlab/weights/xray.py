@@ -271,9 +271,6 @@ def _of_kernel(kernel: str, setup: AttentionSetup) -> int:
     return _UNIFIED_TILE // 2 if is_decode else _UNIFIED_TILE
 
 
-# KeyColumns: the weights of one sequence's rows with keys in logical order, and foreign slots apart.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeyColumns:
     """Weights of some rows and one head.

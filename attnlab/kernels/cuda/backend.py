@@ -181,8 +181,6 @@ def _closing(text: str, opening: int) -> int:
     raise Unavailable(f"{MAIN} is not as expected: a bracket is not closed")
 
 
-# vLLM's CUDA cache writes, compiled from csrc/cache_kernels.cu for the emulated device.
-
 # The tensors of each op, in the order of its parameters; the cache comes before kv_cache_dtype.
 PARAMETERS = {
     "concat_and_cache_mla": ("kv_c", "k_pe", "kv_cache", "slot_mapping", "scale"),

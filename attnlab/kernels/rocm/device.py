@@ -342,9 +342,6 @@ def _first_error(text: str) -> str:
     return lines[0] if lines else "no error text"
 
 
-# Place tensors 64 GiB apart, so that an out-of-bounds address identifies its tensor.
-
-
 @contextmanager
 def guarded_tensors(
     library: Any, arguments: Mapping[str, Any], writes: tuple[str, ...]
@@ -552,8 +549,6 @@ def no_finder() -> Any:
     """Return the null callback: the host code then records its launches and runs none."""
     return _FIND()
 
-
-# vLLM's torch.ops._rocm_C.paged_attention, compiled from its source for the emulated device.
 
 PLATFORM_MACROS = {
     "gfx90a": ("__gfx90a__", "__GFX9__"),

@@ -176,9 +176,6 @@ def check_fp8_format(case: Case) -> None:
         refuse("platform", f"one of {', '.join(others)} with FP8 on this GPU", case.platform)
 
 
-# What replaces ``ops.paged_attention_rocm`` in vLLM's Python code.
-
-
 def rocm_decode(
     call: KernelCall,
     target: Target,

@@ -31,8 +31,6 @@ from attnlab.tensors.quantised import (
     stored_numbers,
 )
 
-# Tensors with other strides than those of a contiguous tensor.
-
 
 def with_gaps(tensor: torch.Tensor, used: int, times: int = 1) -> torch.Tensor:
     """Return a copy of a tensor in which the strides of the first ``used`` dimensions have gaps.
@@ -94,8 +92,6 @@ def _facts(value: Any) -> Iterator[str]:
             yield from [f"stride {dim}"] * (stride != contiguous)
         contiguous *= size
 
-
-# Passed: the arguments of an op with a Case's op argument, and the function that takes them.
 
 Arguments = dict[str, Any]
 

@@ -30,10 +30,6 @@ from attnlab.show.plots.weights import plot_law, plot_weights
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import KeyColumns, XRay, key_columns, law_points
 
-# Progress: the line of a panel that shows the current step, with a button to cancel.
-
-# LatestOnly: a background worker that keeps only the newest request.
-
 R = TypeVar("R")
 
 
@@ -320,8 +316,6 @@ def _read_command(text: str) -> Case:
     return case_of(parser.parse_args(words[2:]))
 
 
-# XrayBox: the part of an explorer that measures the attention weights of its Case on demand.
-
 VIEWS = ("measured", "expected", "difference", "log weights")
 _SIZE, _MARGINS = (860, 380), (62, 125, 76, 30)
 _SENTENCES = 4
@@ -456,8 +450,6 @@ def _law(found: XRay, is_dark: bool) -> Rendered:
     nothing = Cells(rows=[], columns=[], values=np.zeros((0, 0), dtype=np.float32), unit="")
     return render(lambda ax: plot_law(points, ax=ax), (520, 380), rect, nothing, is_dark=is_dark)
 
-
-# CaseTextBox: the part of an explorer that shows its Case as text and reads a pasted one.
 
 _TOOLTIPS = {
     "code": "A cell that makes this case and shows it in an explorer.",

@@ -201,8 +201,6 @@ def _axes_transform(ax: Axes) -> AxesTransform:
     )
 
 
-# Picture: a widget that shows a PNG, with the value at the pointer, and reports clicks and arrow keys.
-
 _HERE = Path(__file__).parent
 
 

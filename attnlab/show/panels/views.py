@@ -49,10 +49,6 @@ from attnlab.show.sheets.results import beyond_rounding, place_lines, rules_text
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.case_call import longest_mask
 
-# The texts of a panel as HTML: the verdict, an error, a selection and a slot.
-
-# PanelData: what a panel shows of a Case, and Selection: one selected head of one row.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PanelData:
@@ -411,8 +407,6 @@ class _Frame:
     def _copy(self) -> Any:
         return self._canvas.copy_from_bbox(self._ax.figure.bbox)
 
-
-# Pointer: the selection of a panel, its marks on the pictures, and its text.
 
 _HINT = (
     '<div class="attnlab-dim">Click a picture to select a head of a token: its sequence, cache slot '

@@ -150,8 +150,6 @@ def _finding(slot_map: SlotMap) -> str:
     return "slots read: " + ", ".join(f"{number} {state}" for state, number in counts.items())
 
 
-# Plot of the scratch memory of the ROCm kernel: which entries the merge of each head reads.
-
 NOT_READ, OWN, OTHER_HEAD = range(3)
 _LOOK = (("#f2f2f2", "not read"), ("#4e79a7", "its own partition"), ("#e15759", "another head's"))
 
@@ -184,8 +182,6 @@ def _entry(code: int) -> Patch:
     hatch = "xx" if code == OTHER_HEAD else None
     return Patch(facecolor=colour, edgecolor="white", hatch=hatch, label=label)
 
-
-# Plot of FP8 formats: the value of each byte.
 
 _STYLES = ("-", "--", ":", "-.")
 

@@ -227,8 +227,6 @@ def _seq_finding(series: Mapping[str, Sequence[float]], atol: float) -> str:
     return f"{len(wrong)} of {columns.shape[1]} sequences are off by more than {atol:g}"
 
 
-# Plots of candidate causes: the error that each predicts, and how well each fits a row.
-
 FLOOR = 1e-9  # the smallest value on a logarithmic axis; 0 is drawn here
 
 

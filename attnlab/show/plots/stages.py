@@ -124,8 +124,6 @@ def _finding(cells: Sequence["Cell"]) -> str:
     return f"{matches} of {len(cells)} stages and platforms match"
 
 
-# Plot of the mutants of a test: how far each moves the output, in units of the test's tolerance.
-
 _LOOK = {  # colour and marker by outcome
     "killed": (STATUS_COLOURS["match"], "o"),
     "survived": (STATUS_COLOURS["mismatch"], "X"),
@@ -168,8 +166,6 @@ def _power_finding(mutants: Sequence["Mutant"]) -> str:
     fair = sum(mutant.outcome != "equivalent" for mutant in mutants)
     return f"the test kills {killed} of {fair} mutants that its data can show"
 
-
-# Plot of an MLA path: the error of each row at each step, as a multiple of its bound.
 
 _INFINITE = 1e6  # drawn for an error without limit
 

@@ -239,8 +239,6 @@ def _reads_grid(one: "Report") -> Grid:
     return Grid(["op", "slots read, by what they are to the reader"], rows, most=len(rows))
 
 
-# Sheet of a report of cache writes.
-
 _TONES: dict[str, Tone] = {
     "match": "good",
     "mismatch": "bad",
@@ -267,9 +265,6 @@ def write_report(one: "WriteReport") -> Sheet:
         tone="bad" if one.findings else "good",
         name="WriteReport",
     )
-
-
-# Sheet of the faults of many releases.
 
 
 def release_table(one: "ReleaseTable") -> Sheet:
@@ -303,8 +298,6 @@ def release_table(one: "ReleaseTable") -> Sheet:
         parts.append(Grid(["release and op", "cases", "reason"], lines, "not run"))
     return Sheet.of("ReleaseTable", line, *parts, tone=_EXIT_CODE.get(one.exit_code, "bad"))
 
-
-# Sheet of an XRay.
 
 _XRAY_STATUS: dict[str, Tone] = {
     "right": "good",
@@ -355,8 +348,6 @@ def _facts(one: "XRay") -> list[tuple[str, str]]:
         )
     return [*facts, ("seconds", f"{one.seconds:.2f}")]
 
-
-# Sheets of MLA: a case, a path that ran, and a report of hostile cases.
 
 _MLA_TONES: dict[str, Tone] = {"match": "good", "mismatch": "bad", "unavailable": "odd"}
 
@@ -435,9 +426,6 @@ def mla_report(one: "MlaReport") -> Sheet:
     )
 
 
-# Sheets of linear attention.
-
-
 def state_report(one: "StateReport") -> Sheet:
     """Return a row for each finding of a check of linear attention."""
     rows: list[Row] = [
@@ -478,8 +466,6 @@ def state_xray(one: "StateXRay") -> Sheet:
     sentences = Lines(list(one.sentences))
     return Sheet.of("XRay", one.status, sentences, Facts(facts), tone=tone, name="StateXRay")
 
-
-# Sheet of the int32 horizons of a source.
 
 _MOST_SIZES = 6  # in a row
 

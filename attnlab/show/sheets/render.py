@@ -158,8 +158,6 @@ def _bar(bar: Bar) -> str:
     )
 
 
-# Render a Sheet as text for rich.
-
 _TEXT_STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta", "quiet": "dim"}
 _TEXT_BAR_WIDTH = 24
 _MOST_COMPLETE = 200  # rows

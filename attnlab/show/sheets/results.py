@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attnlab.tensors.cache import Batch, PagedCache, Provenance
     from attnlab.tensors.call import KernelCall
 
-# Sheets of tensors: Batch, Provenance, PagedCache and KernelCall.
-
 _MOST_ELEMENTS = 16  # of an index tensor that are written out
 _MOST_WITH_NAN = 1 << 24  # elements of a tensor with NaN whose range is computed
 _NONE_TEXT = {
@@ -189,8 +187,6 @@ def _contents_with_nan(tensor: "torch.Tensor") -> str:
     numbers = tensor[~is_nan]
     return f"{float(numbers.min()):.3g} to {float(numbers.max()):.3g}; {int(is_nan.sum())} NaN"
 
-
-# Sheets of what determines a run: Case, Decision and Contract.
 
 _MOST_NUMBERS = 16  # of a tuple that are written out
 
