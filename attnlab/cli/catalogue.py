@@ -10,6 +10,7 @@ from typing import Any
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
+from attnlab.case.machine import cores, total_bytes
 from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.library.op import package_of
@@ -126,8 +127,8 @@ def environment() -> dict[str, Any]:
         "vllm": _vllm(),
         "gpu": _gpu(),
         "compiler": _compiler(),
-        "cores": _cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "cores": cores(),
+        "memory_gib": round(total_bytes() / 2**30, 1),
         "cache_folder": _cache_folder(),
     }
 
@@ -173,13 +174,6 @@ def _compiler() -> str:
         return str(error)
     lines = compiler.version.splitlines() or [""]
     return f"{compiler.command}: {lines[0]}"
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cache_folder() -> str:

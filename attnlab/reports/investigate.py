@@ -26,6 +26,7 @@ from typing import IO, Any, cast
 
 from attnlab.case.errors import AttnLabError, check_installed
 from attnlab.case.flags import share_out
+from attnlab.case.machine import available_bytes, cores
 from attnlab.case.output_file import check_output_file
 from attnlab.kernels.child_process import end_with_parent, ending_with_parent
 from attnlab.lab.products import sharing_between_processes
@@ -507,7 +508,7 @@ OnEnd = Callable[[Outcome], None]
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 # The longest notebooks start first, so that none runs alone at the end. 06 does not wait for what 03 makes.
 _START_FIRST = ("03", "06", "00", "07", "08", "04")
-_NOTEBOOK_GIB = 6.0  # the largest notebook needed 5.3 GiB at the size of the test
+_NOTEBOOK_BYTES = 6 << 30  # the largest notebook needed 5.3 GiB at the size of the test
 
 
 def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
@@ -603,26 +604,7 @@ def investigate(
 
 def default_jobs(paths: Sequence[Path]) -> int:
     """Return how many notebooks to run at once: one per core, limited by the free memory."""
-    return max(1, int(min(cores(), len(paths), free_memory_gib() / _NOTEBOOK_GIB)))
-
-
-def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_memory_gib() -> float:
-    """Return the available memory, at most the limit of the container; infinity if it is unknown."""
-    free = math.inf
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = (
-            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
-        )
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
-    except (OSError, StopIteration, ValueError):  # not Linux, no limit, or "max"
-        return free
-    return free
+    return max(1, int(min(cores(), len(paths), available_bytes() / _NOTEBOOK_BYTES)))
 
 
 @dataclass(slots=True, kw_only=True)

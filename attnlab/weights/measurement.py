@@ -10,11 +10,11 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
+from attnlab.case.machine import available_bytes
 from attnlab.case.ops import check_weighs_values
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import run_backend
-from attnlab.lab.products import available_bytes
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.weights.codes import (
