@@ -268,7 +268,7 @@ def decision(one: "Decision") -> Sheet:
     return Sheet.of(
         "Decision",
         kernels,
-        Grid(columns, rows, most=len(rows)) if rows else None,
+        Grid(columns, rows, most=len(rows)),
         Lines([*map(Words, one.reasons), Words(one.source, "quiet")]),
     )
 
@@ -304,7 +304,7 @@ def violations(found: "Violations") -> Sheet:
     return Sheet.of(
         "Violations",
         count if found else "none",
-        _violation_grid(found) if found else None,
+        _violation_grid(found),
         tone="bad" if is_serious(found) else "good",
         line=f"{count}{': ' + kinds if kinds else ''}",
     )
@@ -517,25 +517,22 @@ def matrix(table: "MatrixTable") -> Sheet:
     counts = ", ".join(f"{count} {status}" for status, count in table.counts.items())
     head = f"{counts}, of {len(table.rows)} ids"
     bad = [row for row in table.rows if row.status != "match"]
-    parts: list[Part] = []
-    if bad:
-        groups: dict[tuple[str, str], list[str]] = {}
-        for row in bad:
-            groups.setdefault((row.status, outcome_text(row)), []).append(row.id)
-        rows: list[Row] = [
-            [[Words(one, code=True) for one in ids], Words(text, _matrix_tone(status))]
-            for (status, text), ids in groups.items()
-        ]
-        parts.append(Grid(["id", "outcome"], rows, "ids that do not match"))
-    parts += [_matrix_grid(*grid) for grid in table.grids()]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in bad:
+        groups.setdefault((row.status, outcome_text(row)), []).append(row.id)
+    rows: list[Row] = [
+        [[Words(one, code=True) for one in ids], Words(text, _matrix_tone(status))]
+        for (status, text), ids in groups.items()
+    ]
+    grids = [_matrix_grid(*grid) for grid in table.grids()]
     kernels = dict.fromkeys(kernel for row in table.rows for kernel in row.kernels)
     facts: list[tuple[str, Value]] = [("kernels", ", ".join(kernels)), ("backend", table.backend)]
     if table.changes:
         facts.append(("case", ", ".join(f"{n}={one}" for n, one in table.changes.items())))
     facts.append(("time", f"{table.seconds:.1f} s of all workers together"))
-    parts.append(Facts(facts))
     tone: Tone = ("good", "bad", "odd", "warn")[table.exit_code]
-    return Sheet.of("Matrix", head, *parts, tone=tone)
+    ids = Grid(["id", "outcome"], rows, "ids that do not match")
+    return Sheet.of("Matrix", head, ids, *grids, Facts(facts), tone=tone)
 
 
 def _matrix_tone(status: str) -> Tone:
