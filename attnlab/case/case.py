@@ -7,17 +7,16 @@ Case. The lab has no other configuration.
 import dataclasses
 import json
 import random
-import shlex
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from attnlab.case.declaration import DTYPE_BYTES, FIELDS, CaseFields, field_type
+from attnlab.case.declaration import DTYPE_BYTES, CaseFields
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import is_plugin, refuse, suggestion
+from attnlab.case.fields import Declared, is_plugin, refuse
 from attnlab.case.masks import CAUSAL, MASK_DATA, MASKS
 from attnlab.case.op_arguments import NO_ARGUMENT, NONE, OP_ARGUMENTS, OpArgument
 from attnlab.case.ops import OPS, PREFILL, WRAPPER, Op
@@ -535,7 +534,7 @@ def _check_needs(case: CaseQuantities, argument: OpArgument) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Case(CaseQuantities):
+class Case(Declared, CaseQuantities):
     """One configuration of one attention call.
 
     The fields are declared in :mod:`attnlab.case.declaration`; their defaults are those of vLLM's
@@ -543,47 +542,16 @@ class Case(CaseQuantities):
     for values that contradict each other.
     """
 
+    _command = "run"
+
     def __post_init__(self) -> None:
         """Check every field by its type, then the rules between fields; raise InvalidCase."""
-        for name, field in FIELDS.items():
-            if (value := getattr(self, name)) is not field.default:
-                object.__setattr__(self, name, field_type(name).check(name, value))
+        Declared.__post_init__(self)
         check_rules(self)
-
-    def replace(self, **changes: Any) -> "Case":
-        """Return a Case with ``changes``; raise InvalidCase as the constructor does."""
-        return Case.from_dict({**{name: getattr(self, name) for name in FIELDS}, **changes})
-
-    def changes(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        return {
-            name: getattr(self, name)
-            for name, field in FIELDS.items()
-            if getattr(self, name) != field.default
-        }
 
     def to_json(self) -> str:
         """Return every field as one JSON object."""
         return json.dumps(dataclasses.asdict(self))
-
-    def to_cli(self) -> str:
-        """Return the command line that runs this Case."""
-        words = ["attnlab", "run"]
-        for name, value in self.changes().items():
-            words += ["--" + name.replace("_", "-"), field_type(name).text(value)]
-        return shlex.join(words)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Case":
-        """Return the Case of a mapping; raise InvalidCase for a name that is not a field."""
-        for name in fields:
-            if name not in FIELDS:
-                shown = " ".join(str(name).split())
-                hint = suggestion(shown, FIELDS)
-                raise InvalidCase(
-                    f"{shown} is not a field of a Case{hint}; it has {', '.join(FIELDS)}"
-                )
-        return cls(**fields)
 
     def reduced(self) -> "Case":
         """Return the Case of a smaller draw: 8 heads, or those of one KV head if more; lengths up to 128."""

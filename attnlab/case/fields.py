@@ -12,12 +12,14 @@ import json
 import math
 import re
 import reprlib
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.shown import json_fields
 from attnlab.library.op import Package, libraries, package_of, package_of_module
 
 # Names in use elsewhere, lower case, and what a Case calls them.
@@ -467,3 +469,60 @@ def group(title: str) -> Callable[[Any, FieldType, str], Any]:
         )
 
     return declare
+
+
+class Declared:
+    """A frozen dataclass whose fields :func:`group` declares: they are checked, and have texts and flags.
+
+    ``_command``: the command whose flags they are.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]
+    _command: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check every field by its type, then the rules between fields; raise InvalidCase."""
+        for name, one in self.__dataclass_fields__.items():
+            if (value := getattr(self, name)) is not one.default:
+                object.__setattr__(self, name, one.metadata["kind"].check(name, value))
+        for name, is_wrong, allowed in self._rules():
+            if is_wrong:
+                refuse(name, allowed, getattr(self, name))
+
+    def _rules(self) -> Iterable[tuple[str, bool, str]]:
+        """Yield fields, whether their value is wrong, and what is allowed."""
+        return ()
+
+    def changes(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        fields = self.__dataclass_fields__.items()
+        values = {name: getattr(self, name) for name, one in fields}
+        return {name: values[name] for name, one in fields if values[name] != one.default}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the object with ``changes``; raise InvalidCase as the constructor does."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return self.from_dict({**own, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as a value of strict JSON."""
+        return json_fields(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the object of a mapping; raise InvalidCase for a name that is not a field."""
+        for name in fields:
+            if name not in (known := cls.__dataclass_fields__):
+                shown = " ".join(str(name).split())
+                hint = f"{suggestion(shown, known)}; it has {', '.join(known)}"
+                raise InvalidCase(f"{shown} is not a field of {cls.__name__}{hint}", field=shown)
+        return cls(**fields)
+
+    def to_cli(self) -> str:
+        """Return the command line that runs it."""
+        words = ["attnlab", self._command]
+        for name, value in self.changes().items():
+            kind = self.__dataclass_fields__[name].metadata["kind"]
+            words += ["--" + name.replace("_", "-"), kind.text(value)]
+        return shlex.join(words)
