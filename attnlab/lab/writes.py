@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable, Unsupported
-from attnlab.case.fields import refuse
+from attnlab.case.fields import Declared, Int, Number, OneOf, group
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Document, HostileReport
 from attnlab.kernels.cuda.backend import cache_ops, has_source
@@ -29,70 +29,55 @@ CUDA_FORMATS = (LATENT, DS_LATENT, *PLAIN)  # of the ops of csrc/cache_kernels.c
 CACHE_FORMATS = (*PER_TOKEN_HEAD, DIFFKV, *CUDA_FORMATS)
 DS_SIZES = {"head_size": 512, "value_size": 64}
 _POISON = 0x5A  # a byte of memory that nothing may write
-_COUNTS = ("num_tokens", "num_kv_heads", "head_size", "value_size", "block_size")
-_GAPS = ("padding", "gap", "token_gap", "slot_gap", "seed")
+
+
+_one = group("a write")
+_count, _gap = Int(1, (1 << 20) - 1), Int(0, (1 << 20) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteCase:
-    """A write of new tokens.
+class WriteCase(Declared):
+    """A write of new tokens; the help of each field says what it is. Every fifth entry of slot_mapping is -1.
 
-    - ``cache_format``: a scale per token and head with int8, FP8 or INT4; "diffkv", keys and values of
-      different width in one cache; "mla", latents and rotary parts in one cache with one head;
-      "fp8_ds_mla", the same with 512 latent numbers in FP8, a scale for each 128, and 64 rotary numbers as
-      they are; "nhd", "hnd" and "x-split", the layouts of reshape_and_cache_flash and reshape_and_cache.
-    - ``kv_cache_dtype``, ``k_scale``, ``v_scale``: of formats without scales in the cache; mla has k_scale
-      alone.
-    - ``padding``: tokens after the last that has an entry in slot_mapping. Every fifth entry is -1.
-    - ``gap``: bytes after each page that belong to something else. ``slot_gap``: elements after each slot
-      (mla, fp8_ds_mla, nhd). ``token_gap``: elements after each token of ``key``; twice as many of ``value``.
-    - ``first_block``: the first block that tokens are written to; the cache has as many more before it.
-    - ``spread``: the standard deviation of keys and values; 0 gives tokens of zeros.
+    ``cache_format``: a scale per token and head with int8, FP8 or INT4; "diffkv", keys and values of
+    different width in one cache; "mla", latents and rotary parts in one cache with one head; "fp8_ds_mla",
+    the same with 512 latent numbers in FP8, a scale for each 128, and 64 rotary numbers as they are; "nhd",
+    "hnd" and "x-split", the layouts of reshape_and_cache_flash and reshape_and_cache.
     """
 
-    cache_format: str
-    num_tokens: int = 11
-    num_kv_heads: int = 3
-    head_size: int = 32
-    value_size: int = 32
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    padding: int = 0
-    gap: int = 64
-    slot_gap: int = 0
-    token_gap: int = 0
-    first_block: int = 0
-    spread: float = 1.0
-    dtype: str = "float16"
-    seed: int = 0
-    platform: str = "sm_90"
-
-    def __post_init__(self) -> None:
-        """Check every field; raise InvalidCase before anything is allocated."""
-        allowed: dict[str, tuple[str, ...]] = {
-            "cache_format": CACHE_FORMATS,
-            "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
-            "dtype": ("float16", "bfloat16", "float32"),
-            "platform": tuple(PLATFORMS),
-        }
-        for name, choices in allowed.items():
-            if getattr(self, name) not in choices:
-                refuse(name, f"one of {', '.join(choices)}", getattr(self, name))
-        for name in (*_COUNTS, *_GAPS, "first_block"):
-            least, most = int(name in _COUNTS), 1 << (32 if name == "first_block" else 20)
-            if type(getattr(self, name)) is not int or not least <= getattr(self, name) < most:
-                refuse(name, f"an integer from {least} to {most - 1}", getattr(self, name))
-        for name in ("k_scale", "v_scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                refuse(name, "a positive finite number", getattr(self, name))
-        for name, is_wrong, needed in self._rules():
-            if is_wrong:
-                refuse(name, f"{needed} with {self.cache_format}", getattr(self, name))
+    cache_format: str = _one(NHD, OneOf(CACHE_FORMATS), "format of the cache")
+    num_tokens: int = _one(11, _count, "tokens with an entry in slot_mapping")
+    num_kv_heads: int = _one(3, _count, "KV heads")
+    head_size: int = _one(32, _count, "elements of a head's key")
+    value_size: int = _one(32, _count, "elements of a head's value")
+    block_size: int = _one(16, _count, "tokens per block")
+    kv_cache_dtype: str = _one(
+        "auto",
+        OneOf(("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
+        "of formats without scales in the cache",
+    )
+    k_scale: float = _one(1.0, Number(), "as kv_cache_dtype; of mla, of the whole cache")
+    v_scale: float = _one(1.0, Number(), "as kv_cache_dtype")
+    padding: int = _one(0, _gap, "tokens after the last that has an entry in slot_mapping")
+    gap: int = _one(64, _gap, "bytes after each page that belong to something else")
+    slot_gap: int = _one(0, _gap, "elements after each slot (mla, fp8_ds_mla, nhd)")
+    token_gap: int = _one(0, _gap, "elements after each token of key; twice as many of value")
+    first_block: int = _one(
+        0,
+        Int(0, (1 << 32) - 1),
+        "first block that is written to; the cache has as many more before it",
+    )
+    spread: float = _one(1.0, Number(zero=True), "standard deviation of keys and values")
+    dtype: str = _one("float16", OneOf(("float16", "bfloat16", "float32")), "of new tokens")
+    seed: int = _one(0, _gap, "seed of the data")
+    platform: str = _one("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield fields, whether the format does not have their value, and which it has."""
+        """Yield the fields whose value the format does not have, and which it has."""
+        for name, is_wrong, needed in self._rules_of_format():
+            yield name, is_wrong, f"{needed} with {self.cache_format}"
+
+    def _rules_of_format(self) -> Iterator[tuple[str, bool, str]]:
         kind, sizes = self.cache_format, (self.head_size, self.value_size)
         is_latent, is_ds, is_split = kind in (LATENT, DS_LATENT), kind == DS_LATENT, kind == X_SPLIT
         has_own_dtype = is_ds or kind in PER_TOKEN_HEAD
