@@ -578,10 +578,7 @@ class Case(Declared, CaseQuantities):
 
 
 def as_case(case: Case | str, **changes: Any) -> Case:
-    """Return the Case, or the Case of a pytest id of vLLM, with ``changes`` to its fields.
-
-    Raises InvalidCase for an id that is not known, and for a change that is not allowed.
-    """
+    """Return the Case, or the Case of a pytest id of vLLM, with ``changes`` to its fields."""
     if isinstance(case, str):
         case = Case.from_test_id(case)
     elif not isinstance(case, Case):

@@ -107,10 +107,7 @@ EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in
 
 @contextmanager
 def named_extra(what: str) -> Iterator[None]:
-    """Raise Unavailable, with the extra to install, if the block misses a package of an extra.
-
-    ``what`` is what needs it, for example "attnlab investigate".
-    """
+    """Raise Unavailable, with the extra to install, if the block misses a package of an extra."""
     try:
         yield
     except ModuleNotFoundError as error:

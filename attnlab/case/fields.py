@@ -57,10 +57,7 @@ _NEAR = {
 
 
 def suggestion(word: object, allowed: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the nearest of the allowed values, or "" if none is near.
-
-    Releases are compared as versions, names by their common letters and by a table of synonyms.
-    """
+    """Return "; did you mean …?" with the nearest of the allowed values, or "" if none is near."""
     if not isinstance(word, str):
         return ""
     known = [name for name in allowed if isinstance(name, str)]
@@ -121,10 +118,7 @@ def difference(release: str) -> str:
 
 
 def refuse(name: str, allowed: str, value: object, hint: str = "") -> NoReturn:
-    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``", and a hint after it.
-
-    The error's ``field`` is ``name`` without an index.
-    """
+    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``", and a hint after it."""
     try:
         shown = " ".join(reprlib.repr(value).split())
     except ValueError:  # an integer with more digits than Python converts
@@ -242,10 +236,7 @@ def library_of(backend: str) -> str | None:
 
 
 def package_of_backend(backend: str) -> Package | None:
-    """Return the package whose source a backend runs; that of "MODULE:FUNCTION(…)" has no record.
-
-    Raises InvalidCase for a library that attnlab has no records of.
-    """
+    """Return the package whose source a backend runs; that of "MODULE:FUNCTION(…)" has no record."""
     if (library := library_of(backend)) is not None:
         if library not in libraries():
             refuse("library", f"one of {', '.join(libraries())}", library)
@@ -457,11 +448,7 @@ class Maybe:
 
 
 def group(title: str) -> Callable[[Any, FieldType, str], Any]:
-    """Return the function that declares a field of a Case in the group ``title``.
-
-    It takes the field's default, type and help text. A group is a section of the help text and of the
-    panels.
-    """
+    """Return the function that declares a field of a Case in the group ``title``."""
 
     def declare(default: Any, kind: FieldType, text: str) -> Any:
         return dataclasses.field(

@@ -180,11 +180,7 @@ _KINDS: dict[type, FieldType] = {bool: Flag(), int: _Whole(-(2**31)), float: Num
 
 
 def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """Return for each notebook those of the parameters that it has, checked.
-
-    Raises InvalidCase if no notebook has a parameter, if a value has the wrong type, and if the values
-    of a notebook contradict each other.
-    """
+    """Return for each notebook those of the parameters that it has, checked."""
     known = {path: read_parameters(path) for path in paths}
     everywhere = set().union(*known.values())
     for name in parameters:
@@ -224,11 +220,7 @@ def read_parameters(path: Path) -> dict[str, Any]:
 
 
 def check_injected(cells: Sequence[str]) -> None:
-    """Raise InvalidCase if papermill got a parameter that the notebook does not have.
-
-    `cells` are the sources of the cells that have run. papermill would define such a parameter, and no
-    cell would read it.
-    """
+    """Raise InvalidCase if papermill got a parameter that the notebook does not have."""
     for place, source in enumerate(cells[1:], 1):
         if source.startswith(_INJECTED):
             known = _assigned(cells[place - 1])

@@ -193,10 +193,7 @@ def errors() -> "Console":
 
 
 def _console(**options: Any) -> "Console":
-    """Return a console that raises if its pipe is closed; rich would end the process with exit code 1.
-
-    rich is imported here, because a wrong argument and --help need none of it.
-    """
+    """Return a console that raises if its pipe is closed; rich would end the process with exit code 1."""
     from rich.console import Console
 
     class Output(Console):
@@ -212,10 +209,7 @@ def print_json(document: Any) -> None:
 
 
 def show(noun: Shown, note: str = "") -> None:
-    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says.
-
-    ``note`` is added to its first line.
-    """
+    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says."""
     from attnlab.show.sheets import WIDTH, sheet_of, text
 
     if note:
@@ -542,10 +536,7 @@ def notice_binding(backend: "Backend") -> None:
 
 
 def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
-    """Return a Lab with the source and the device of the flags.
-
-    Prints how the source's release differs from the rules that are used for it.
-    """
+    """Return a Lab with the source and the device of the flags."""
     from attnlab.lab.lab import Lab
 
     package = package_of_backend(args.field_backend or "vllm")

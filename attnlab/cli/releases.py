@@ -87,10 +87,7 @@ def _run(args: argparse.Namespace) -> int:
 def _gpu(
     is_wanted: bool, engine: str | None, stop: "Stop"
 ) -> "AbstractContextManager[Engine | None]":
-    """Return the engine of this machine's GPUs, if it is wanted, with as many workers as a local engine.
-
-    Raises Unavailable if there is no GPU.
-    """
+    """Return the engine of this machine's GPUs, if it is wanted, with as many workers as a local engine."""
     if not is_wanted:
         return nullcontext()
     import torch
@@ -170,10 +167,7 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def sources_in(folder: Path, package: Package) -> dict[str, Path]:
-    """Return the releases of a package in a folder, by version; print what else is in it.
-
-    Raises InvalidCase for an archive of another package, a release that is there twice, and no release.
-    """
+    """Return the releases of a package in a folder, by version; print what else is in it."""
     from attnlab.kernels.vllm.source import find_source
 
     found: dict[str, Path] = {}

@@ -45,10 +45,7 @@ def run_sharded(
     out: Path | None,
     engine: str | None = None,
 ) -> tuple[dict[str, Outcome], int]:
-    """Run the tasks of a shard; return the outcomes, and the exit code of a signal or 0.
-
-    ``header``: that of the shard's store; ``engine``: a name, None for this process.
-    """
+    """Run the tasks of a shard; return the outcomes, and the exit code of a signal or 0."""
     chosen = shard.of(tasks)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(interruptible())

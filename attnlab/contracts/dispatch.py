@@ -153,10 +153,7 @@ def explain(case: Case | str, **changes: Any) -> Decision:
 
 
 def kernels_of(case: Case, call: "KernelCall") -> tuple[str, ...]:
-    """Return the kernels that would serve a call on the Case's platform and release.
-
-    Everything else that dispatch depends on comes from the call.
-    """
+    """Return the kernels that would serve a call on the Case's platform and release."""
     if call.op != WRAPPER:
         return (call.op,)
     _, num_heads, head_size = call.query.shape

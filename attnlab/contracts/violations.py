@@ -230,10 +230,7 @@ def _unsupported(contract: Contract, call: KernelCall) -> Iterator[tuple[str, ob
 
 
 def _default_scale(call: KernelCall, target: Target) -> Iterator[Violation]:
-    """Yield a violation if sm_scale is not passed and the op derives it from the number of heads.
-
-    ``value`` is the size that the op uses, ``required`` the head size.
-    """
+    """Yield a violation if sm_scale is not passed and the op derives it from the number of heads."""
     _, num_heads, head_size = call.query.shape
     if call.sm_scale is None and default_scale(call, target) != 1.0 / math.sqrt(head_size):
         yield Violation(

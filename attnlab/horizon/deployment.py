@@ -129,10 +129,7 @@ SOURCES: Mapping[str, str] = {name: source for name, (_, source) in _MODELS.item
 
 
 def read_deployment(text: str, changes: Mapping[str, Any]) -> Deployment:
-    """Return the deployment that a preset or a TOML file names, with changes by field.
-
-    Raises InvalidCase, in one line, for an unknown name, field or value.
-    """
+    """Return the deployment that a preset or a TOML file names, with changes by field."""
     base: dict[str, Any] = {}
     if text in PRESETS:
         base = dataclasses.asdict(PRESETS[text])

@@ -378,10 +378,7 @@ def _module_file(path: Path, root: Path, module: str, level: int) -> Path | None
 
 
 def kernel_files(source: Path) -> tuple[Path, list[Path]]:
-    """Return the root of a source, and its files that have kernels.
-
-    Raises InvalidCase if ``source`` is not a Python file, a wheel or a folder.
-    """
+    """Return the root of a source, and its files that have kernels."""
     source = source.resolve()
     if source.is_file() and source.suffix == ".py":
         return _root_of(source), [source]
@@ -562,10 +559,7 @@ class Launch:
         return kernel == self.kernel and f"/{path}".endswith(f"/{self.file}" if self.file else path)
 
     def at(self, sizes: Mapping[str, int]) -> "Launch":
-        """Return the launch with other values of the sizes that it has.
-
-        Raises InvalidCase if they do not meet its condition.
-        """
+        """Return the launch with other values of the sizes that it has."""
         found = {name: sizes.get(name, value) for name, value in self.sizes.items()}
         if self.needs and not evaluate(self.needs, found):
             got = ", ".join(f"{n} {v}" for n, v in found.items() if n in self.needs)

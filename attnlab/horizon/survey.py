@@ -548,10 +548,7 @@ def _hit(seen: Observation, site: Site) -> Access | None:
 
 
 def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) -> KernelHorizon:
-    """Return the horizon of a kernel for the first launch that runs and accesses memory.
-
-    ``files``: those that the code of the kernel may be in.
-    """
+    """Return the horizon of a kernel for the first launch that runs and accesses memory."""
     facts: dict[str, Any] = {
         "kernel": kernel.name,
         "file": kernel.shown,

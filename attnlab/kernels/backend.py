@@ -326,10 +326,7 @@ class Backend(ABC):
             refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
 
     def check_features(self, case: Case) -> None:  # noqa: B027
-        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks.
-
-        Unlike :meth:`check`, it does not ask what this machine can run.
-        """
+        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks."""
 
     def has_op(self, op: str) -> bool:
         """Answer whether these kernels have an op, of those that the backend knows."""

@@ -158,10 +158,7 @@ def run_backend(
     kernels: Sequence[str],
     options: RunOptions,
 ) -> RunOutput:
-    """Run the kernels of a call as ``backend.run`` does; twice inside :func:`controlled`.
-
-    Raises NotDeterministic if the outputs differ, and what the backend raises.
-    """
+    """Run the kernels of a call as ``backend.run`` does; twice inside :func:`controlled`."""
     control = _ACTIVE.get()
     is_large = call.buffer.numel() * call.buffer.element_size() > _MOST_BYTES
     if control is None or backend.is_deterministic or is_large:

@@ -34,10 +34,7 @@ _PREFIX = re.compile(
 
 @cache
 def load() -> Any:
-    """Return ``torch.ops._C`` with the ops of the installed package.
-
-    Raises Unavailable if it is not installed, of another release, or cannot be loaded here.
-    """
+    """Return ``torch.ops._C`` with the ops of the installed package."""
     try:
         version = importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

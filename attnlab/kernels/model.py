@@ -491,10 +491,7 @@ class Scratch:
 
 
 def paged_attention_rocm(call: KernelCall, target: Target) -> None:
-    """Write the row of every sequence whose query_len reads as 1 to ``call.output``.
-
-    Raises KernelRejected with the message of the real op if its host code rejects the call.
-    """
+    """Write the row of every sequence whose query_len reads as 1 to ``call.output``."""
     terms = contract(ROCM_DECODE, target, call.op)
     check_host(terms, call)
     starts = as_read(terms, call, "query_start_loc").tolist()

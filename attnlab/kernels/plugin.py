@@ -430,10 +430,7 @@ class PluginBackend(Backend):
     def _call(
         self, call: KernelCall, target: Target, plan: LaunchPlan, argument_of: Case | None
     ) -> Any:
-        """Run the function, or the op of the call as its record states; return what a function returned.
-
-        ``argument_of``: the Case whose op argument is passed, or None.
-        """
+        """Run the function, or the op of the call as its record states; return what a function returned."""
         if not self.records:
             return self.kernel(call)
         function = self.function_of(OPS[call.op], target.platform)
@@ -474,10 +471,7 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 def source_function(
     source: Source, platform: Platform, module: str, function: str, is_marked: bool
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported, with the lab's Triton.
-
-    ``is_marked``: its functions record what runs (:mod:`attnlab.kernels.triton.coverage`).
-    """
+    """Return a function of a package that is not imported, with the lab's Triton."""
     stubs = package_stubs(source.package, platform, interpreted_triton())
     found = getattr(Loader(source, stubs, is_marked).load(module), function, None)
     if not callable(found):
@@ -498,8 +492,6 @@ def as_kernel(function: Callable[..., Any]) -> Kernel:
 def load_kernel(name: str) -> Kernel:
     """Return the function of "FILE.py:FUNCTION", "MODULE:FUNCTION" or "plugin:NAME"; a file runs once
     until it changes.
-
-    Raises InvalidCase if there is no such file, function or entry point, or if the file raises.
     """
     if ENTRY_POINT.fullmatch(name):
         spec, attribute = _entry_point(name.partition(":")[2])

@@ -629,10 +629,7 @@ class Problem:
 
 
 def make_problem(case: Case, batch: Batch | None = None) -> Problem:
-    """Build the batch, the cache and the call of a Case, and return its problem.
-
-    ``batch``: the Case's batch if it has been made.
-    """
+    """Build the batch, the cache and the call of a Case, and return its problem."""
     batch = make_batch(case) if batch is None else batch
     output = make_output(case)
     call = make_call(case, batch, make_cache(case, batch), output)

@@ -303,10 +303,7 @@ class SharedProducts:
     def get(
         self, kind: str, key: Hashable, make: Callable[[], T], *, in_file: bool = False
     ) -> tuple[T, bool]:
-        """Return the product of a key, made if it is missing, and whether it was there.
-
-        ``in_file``: processes may share this product.
-        """
+        """Return the product of a key, made if it is missing, and whether it was there."""
         name = (kind, key)
         with self._lock:
             if (found := self._find(name)) is not None:

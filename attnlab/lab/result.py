@@ -403,10 +403,7 @@ class MemoryReport:
         return sum(entry.counts[state] for entry in self.slots)
 
     def slot_map(self, provenance: Provenance, seq: int | None = None) -> SlotMap:
-        """Return the slots of key or value that were read, for one sequence or for all.
-
-        A slot that several sequences read has the reader to which its state is least permissive.
-        """
+        """Return the slots of key or value that were read, for one sequence or for all."""
         states = torch.full(provenance.seq.shape, NOT_READ)
         reader_seq, reader_pos = torch.full_like(states, NOBODY), torch.full_like(states, NOBODY)
         for entry in self._of(seq):
@@ -427,10 +424,7 @@ class MemoryReport:
 
 
 def report(findings: Findings, provenance: Provenance, seq_lens: torch.Tensor) -> MemoryReport:
-    """Return what the attention kernel on the emulated device read from the caches for each sequence.
-
-    ``seq_lens``: [num_seqs], any integer dtype.
-    """
+    """Return what the attention kernel on the emulated device read from the caches for each sequence."""
     entries = []
     for (kernel, tensor), by_seq in sorted(findings.reads.items()):
         if tensor not in ("key_cache", "value_cache") or "reduce" in kernel:

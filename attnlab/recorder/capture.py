@@ -104,8 +104,6 @@ class Recorded:
         """Return what runs the call again in this process: the installed vLLM, or the function.
 
         None of a cache write.
-
-        Raises Unavailable for an op of vLLM that is not installed.
         """
         if self.is_write or self.function is None:
             return None

@@ -26,10 +26,7 @@ from attnlab.tensors.call_file import is_call_file
 
 
 def load_torch(path: Path) -> Any:
-    """Return what ``torch.save`` wrote: tensors, numbers, texts, lists and dicts.
-
-    Raises InvalidCall for a damaged file and for one that would execute code.
-    """
+    """Return what ``torch.save`` wrote: tensors, numbers, texts, lists and dicts."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other pickle protocols; the error says enough

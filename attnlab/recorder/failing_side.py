@@ -753,10 +753,7 @@ def _side_of_output(diagnosis: Diagnosis) -> str:
 
 
 def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float, int, bool]:
-    """Return the expected value's largest error, its wrong rows, and whether it exceeds the tolerance.
-
-    The error beyond what the dtype of the expected value rounds counts.
-    """
+    """Return the expected value's largest error, its wrong rows, and whether it exceeds the tolerance."""
     if call.spec.writes_cache:
         target = Target.of(where_it_ran(call, Case()).case)
         return errors_of_write(call, target, comparison)

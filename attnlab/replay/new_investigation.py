@@ -107,10 +107,7 @@ def _wrong_case(kernel: str) -> Case:
 
 
 def next_notebook(folder: Path, name: str) -> Path:
-    """Return the path of a new notebook: the next number, and the name as a slug.
-
-    Raises InvalidCase for a name without letters, or one that a notebook of the folder has.
-    """
+    """Return the path of a new notebook: the next number, and the name as a slug."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     known = sorted(folder.glob("[0-9][0-9]-*.ipynb"))
     if not slug:
@@ -180,10 +177,7 @@ def notebook_text(start: Start, title: str, found: _Found) -> str:
 
 
 def write_notebook(path: Path, start: Start, title: str, on_step: OnStep) -> _Found:
-    """Run the experiments, write the notebook and run it; ``on_step(text, done, total)`` hears of each.
-
-    Raises AttnLabError if the call does not fail, or the notebook does not run.
-    """
+    """Run the experiments, write the notebook and run it; ``on_step(text, done, total)`` hears of each."""
     lab = Lab(source=Path(start.source)) if start.source else Lab()
     if start.call is not None:
         call = read_call(start.call)

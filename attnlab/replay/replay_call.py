@@ -129,10 +129,7 @@ def check_replayable(call: KernelCall) -> None:
 
 
 def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...]) -> Case:
-    """Return the Case with the platform of the call and the release whose rules the backend follows.
-
-    ``case`` and ``given``: what the user stated, as for :func:`where_it_ran`.
-    """
+    """Return the Case with the platform of the call and the release whose rules the backend follows."""
     ran = where_it_ran(call, case, given).case
     return ran if "release" in given else ran.replace(release=backend.release)
 

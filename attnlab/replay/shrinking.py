@@ -305,10 +305,7 @@ class Judge:
     given: tuple[str, ...] = ()
 
     def failure(self, call: KernelCall, ran: Ran | None = None) -> Failure | None:
-        """Return how a call fails, or None if it does not, cannot run, or fails in one of two equal runs.
-
-        ``ran``: its run, None to run it.
-        """
+        """Return how a call fails, or None if it does not, cannot run, or fails in one of two equal runs."""
         ran = self.run(call) if ran is None else ran
         if ran.status == REJECTED:
             text = re.sub(r"\d+", "#", str(ran.failure))

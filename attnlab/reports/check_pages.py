@@ -81,19 +81,13 @@ class SourceLine:
 
 
 def check_writable(folder: Path) -> None:
-    """Create the folder of the pages.
-
-    Raises Unavailable if a package of the reports is missing, InvalidCase if the folder cannot be created.
-    """
+    """Create the folder of the pages."""
     check_installed("pages", "jinja2", "nbconvert", "pygments")
     make_output_folder(folder, "coverage_html")
 
 
 def write_coverage(report: "Report", folder: Path, command: str) -> Path:
-    """Write a page for each op of a report and ``index.html``; return the latter.
-
-    Raises the errors of :func:`check_writable`.
-    """
+    """Write a page for each op of a report and ``index.html``; return the latter."""
     check_writable(folder)
     from attnlab.reports.pages import render_page
 
@@ -267,20 +261,13 @@ class Picture:
 
 
 def check_folder(folder: Path) -> None:
-    """Create the folder.
-
-    Raises Unavailable if matplotlib or a package of the reports is missing, and InvalidCase if the folder
-    cannot be created.
-    """
+    """Create the folder."""
     check_installed("pictures", "jinja2", "matplotlib", "pygments")
     make_output_folder(folder, "pictures")
 
 
 def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
-    """Write a PNG of each finding, and a page with all of them, to ``folder``; return the page.
-
-    The page has an X-ray of each finding. The Cases run again. Raises the errors of :func:`check_drawable`.
-    """
+    """Write a PNG of each finding, and a page with all of them, to ``folder``; return the page."""
     check_folder(folder)
     from attnlab.reports.pages import write_findings
 
@@ -660,10 +647,7 @@ def _text(text: str) -> str:
 
 
 def append_summary(report: Report) -> None:
-    """Append the summary to the file that GITHUB_STEP_SUMMARY names, if it is set.
-
-    Raises InvalidCase if the file cannot be written.
-    """
+    """Append the summary to the file that GITHUB_STEP_SUMMARY names, if it is set."""
     path = os.environ.get(VARIABLE)
     if not path:
         return

@@ -138,10 +138,7 @@ def can_fork(command: Sequence[str]) -> bool:
 def fork_kernel(
     command: Sequence[str], environment: Mapping[str, str], folder: str | None, words: IO[bytes]
 ) -> ForkedKernel:
-    """Start the kernel of a command that can fork, in ``folder``.
-
-    What it writes to its own stdout and stderr goes to ``words``.
-    """
+    """Start the kernel of a command that can fork, in ``folder``."""
     context = multiprocessing.get_context("forkserver")
     kernel = _Kernel(list(command[3:]), dict(environment), folder, words.fileno())
     process = context.Process(target=kernel)
@@ -332,10 +329,7 @@ class Run:
         return self.reports / f"{self.name}.html"
 
     def outcome(self) -> Outcome:
-        """Execute the notebook, write its page and return how it ended.
-
-        Raises AttnLabError if the page cannot be written; every other failure is in the Outcome.
-        """
+        """Execute the notebook, write its page and return how it ended."""
         started = time.perf_counter()
         self.executed.unlink(missing_ok=True)
         status, message = self._execute()

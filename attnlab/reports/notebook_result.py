@@ -166,10 +166,7 @@ class Kept:
 
 
 def read_baseline(path: Path) -> dict[str, Kept]:
-    """Return the content of a verdicts.json, by notebook.
-
-    Raises InvalidCase if the file cannot be read or has another form.
-    """
+    """Return the content of a verdicts.json, by notebook."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -360,10 +357,7 @@ def _to_json(outcome: Outcome, folder: Path) -> dict[str, Any]:
 
 
 def write_junit(results: Results, path: Path) -> None:
-    """Write JUnit XML: one test case for each verdict, and one for a notebook without verdicts.
-
-    A notebook that did not run is a skipped test case.
-    """
+    """Write JUnit XML: one test case for each verdict, and one for a notebook without verdicts."""
     root = ET.Element("testsuites", name="attnlab")
     for outcome in results.outcomes:
         _add_suite(root, outcome.name, _junit_cases(outcome), outcome.seconds)

@@ -158,10 +158,7 @@ def read_verdicts(notebook: Any) -> list[Verdict]:
 
 
 def read_post_mortem(notebook: Any) -> PostMortem | None:
-    """Return the last post-mortem in the outputs of an executed notebook, or None.
-
-    Raises AttnLabError if its data has another form.
-    """
+    """Return the last post-mortem in the outputs of an executed notebook, or None."""
     found = _read_mime(notebook, POST_MORTEM_MIME)
     return PostMortem.from_json(found[-1]) if found else None
 
@@ -178,10 +175,7 @@ def read_error(notebook: Any) -> str:
 
 
 def drop_widgets(notebook: Any) -> None:
-    """Remove what needs a running kernel: the widgets' state, and views that have a static output too.
-
-    Changes ``notebook``.
-    """
+    """Remove what needs a running kernel: the widgets' state, and views that have a static output too."""
     notebook.metadata.pop("widgets", None)
     for data in (output.data for output in outputs(notebook) if "data" in output):
         if "text/html" in data:
@@ -370,11 +364,7 @@ def write_index(results: Results, path: Path) -> None:
 
 
 def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: str) -> None:
-    """Write the findings of ``attnlab check`` as one page, with a picture for each finding.
-
-    ``report`` is the Report of the check, ``pictures`` are
-    :class:`attnlab.reports.check_pages.Picture`.
-    """
+    """Write the findings of ``attnlab check`` as one page, with a picture for each finding."""
     page = _render(
         "findings.html.j2",
         title=f"attnlab check: {report.version}",

@@ -80,10 +80,7 @@ def sampled_rows(query_lens: list[int], count: int | None, seed: int) -> list[in
 
 
 def sampled_heads(num_heads: int, group: int, count: int | None, seed: int) -> list[int]:
-    """Return some query heads, rising, of as few neighbouring KV heads as possible.
-
-    ``group``: query heads per KV head.
-    """
+    """Return some query heads, rising, of as few neighbouring KV heads as possible."""
     if count is None or count >= num_heads:
         return list(range(num_heads))
     draw = random.Random(~seed)

@@ -192,10 +192,7 @@ class KeptCalls:
         self._is_noted = False
 
     def keep(self, call: KernelCall, *, why: str, name: str, **facts: Any) -> str:
-        """Save a call; return the path of its file in the folder, or "" if it was not kept.
-
-        ``why``: "requested" or "wrong". ``name``: of the file, without suffix.
-        """
+        """Save a call; return the path of its file in the folder, or "" if it was not kept."""
         layer = call.origin.layer or ""
         if why == "wrong" and self._wrong.get(layer, 0) >= MOST_WRONG:
             return ""

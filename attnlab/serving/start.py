@@ -321,10 +321,7 @@ _started: list[tuple[Session, Patches]] = []
 
 
 def start(text: str) -> Session:
-    """Install the hooks of a capture with the settings in ``text``; again in a process, do nothing.
-
-    Raises InvalidCase for wrong settings.
-    """
+    """Install the hooks of a capture with the settings in ``text``; again in a process, do nothing."""
     if _started:
         return _started[0][0]
     settings = CaptureSettings.of_text(text)

@@ -35,11 +35,7 @@ def check_engine(name: str) -> None:
 
 
 def find_engine(name: str, device: str = "cpu", stop: Stop = never) -> Engine:
-    """Return the engine of a name; its workers use ``device``.
-
-    ``stop``: returns True to give up reaching a cluster. Raises InvalidCase for an unknown name, Unavailable
-    if a cluster cannot be reached.
-    """
+    """Return the engine of a name; its workers use ``device``."""
     check_engine(name)
     if _LOCAL.fullmatch(name):
         count = name.partition(":")[2]

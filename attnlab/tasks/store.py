@@ -72,11 +72,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
-        """Create the folder, or open one that was made with the same header.
-
-        Raises InvalidCase if the folder has another content, was made with another header, or is in use;
-        it is then unchanged.
-        """
+        """Create the folder, or open one that was made with the same header."""
         wanted: Header = json.loads(json.dumps({"format": FORMAT, **header}))
         check_store_folder(folder)
         self._folder, self._lock = folder, FileLock(folder / _LOCK)
@@ -222,11 +218,7 @@ def _unwritable(folder: Path, error: OSError) -> Unavailable:
 
 
 def merged_stores(folders: Sequence[Path]) -> tuple[Header, dict[str, Outcome]]:
-    """Return the header that all stores share, with shard "1/1", and the outcomes of all.
-
-    Raises InvalidCase, naming the folder or the shard, if a folder is no store, if two stores are of
-    different commands, sources, versions or cases, and for a shard that is given twice or missing.
-    """
+    """Return the header that all stores share, with shard "1/1", and the outcomes of all."""
     stores = {folder: read_store(folder) for folder in folders}
     if len(stores) < len(folders):
         twice = next(folder for folder in folders if folders.count(folder) > 1)

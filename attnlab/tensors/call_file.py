@@ -119,10 +119,7 @@ def tensor_of(stored: Stored, storages: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def moved(tensors: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Return tensors on a device, "cpu" or "cuda".
-
-    Storages are moved as a whole: strides are kept, and tensors that share memory still do.
-    """
+    """Return tensors on a device, "cpu" or "cuda"."""
     storages: dict[int, torch.UntypedStorage] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -283,10 +280,7 @@ def write(
     *,
     missing: Sequence[str] = (),
 ) -> None:
-    """Write a file of format 2; it is replaced at once. ``missing``: the tensors that were not recorded.
-
-    Raises InvalidCall if it cannot be written.
-    """
+    """Write a file of format 2; it is replaced at once. ``missing``: the tensors that were not recorded."""
     storages, stored = stored_tensors(tensors)
     document = {
         "format": FORMAT,

@@ -308,10 +308,7 @@ def places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones, [n].
-
-    ``weighed``: [N] bool.
-    """
+    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones, [n]."""
     call = setup.call
     none = torch.zeros(setup.num_slots, dtype=torch.bool, device=setup.device)
     near = none if weighed is None else weighed.clone()
@@ -446,10 +443,7 @@ def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunO
 
 
 def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> AttentionSetup:
-    """Return the setup with queries and keys as the op of a Case with an op argument reads them.
-
-    ``is_native``: the op runs on a GPU, not under Triton's interpreter.
-    """
+    """Return the setup with queries and keys as the op of a Case with an op argument reads them."""
     if case is None:
         return setup
     if case.op_argument == "diffkv":

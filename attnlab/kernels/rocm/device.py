@@ -162,10 +162,7 @@ def has_source(root: Path) -> bool:
 
 
 def adapted(root: Path) -> Texts:
-    """Return the adapted source of the vLLM at ``root``.
-
-    Raises Unavailable if it has no csrc/rocm attention or the adaptations do not match it.
-    """
+    """Return the adapted source of the vLLM at ``root``."""
     folder = root / FOLDER
     if (folder / SINGLE).is_file():
         whole = adapt(SINGLE, (folder / SINGLE).read_text())
@@ -184,10 +181,7 @@ def adapted(root: Path) -> Texts:
 
 
 def adapt(name: str, text: str) -> str:
-    """Return a file's text with all adaptations applied; line numbers do not change.
-
-    Raises Unavailable if an expected pattern is missing.
-    """
+    """Return a file's text with all adaptations applied; line numbers do not change."""
     lines = text.count("\n")
     for change in ADAPTATIONS:
         text, times = re.subn(change.pattern, change.replacement, text)
@@ -272,10 +266,7 @@ class Compiler:
 
 @functools.cache
 def find_compiler(asked: str | None) -> Compiler:
-    """Return the compiler named ``asked`` ($CXX), or the first of g++, clang++ and c++ that exists.
-
-    Raises Unavailable if there is none.
-    """
+    """Return the compiler named ``asked`` ($CXX), or the first of g++, clang++ and c++ that exists."""
     for name in (asked,) if asked else _COMPILERS:
         if shutil.which(name) is not None:
             done = subprocess.run([name, "--version"], capture_output=True, text=True)

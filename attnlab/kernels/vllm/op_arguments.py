@@ -114,10 +114,7 @@ class Passed:
 def with_function(
     loader: Loader, function: Callable[..., None], passed: Passed
 ) -> tuple[Callable[..., None], Passed]:
-    """Return the function that takes the arguments, by default ``function``, and those that it has.
-
-    Whether the release has the function is checked before (:mod:`attnlab.kernels.vllm.features`).
-    """
+    """Return the function that takes the arguments, by default ``function``, and those that it has."""
     if passed.function is None:
         return function, passed
     module, name = passed.function

@@ -285,10 +285,7 @@ def case_texts(case: Case) -> dict[str, str]:
 
 
 def read_case(text: str) -> Case:
-    """Return the Case of a text: JSON, a command line of ``attnlab run``, or a vLLM test id.
-
-    Raises InvalidCase.
-    """
+    """Return the Case of a text: JSON, a command line of ``attnlab run``, or a vLLM test id."""
     text = text.strip()
     if text.startswith("{"):
         return Case.from_json(text)

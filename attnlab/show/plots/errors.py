@@ -93,10 +93,7 @@ def draw_errors(
     title: str = "",
     legend: Mapping[str, Any] = _IN_CORNER,
 ) -> None:
-    """Draw errors on the axes of :func:`frame_errors`; see :func:`plot_error`.
-
-    ``legend``: the place and style of the legend, as matplotlib takes them.
-    """
+    """Draw errors on the axes of :func:`frame_errors`; see :func:`plot_error`."""
     shown = errors.bands(errors.error, BAND).numpy()
     is_wrong = errors.bands(errors.mismatches, BAND).numpy() > 0
     scale = error_scale(errors)
