@@ -26,10 +26,7 @@ from attnlab.case.pytest_id import fields_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Token counts of each sequence.
-
-    ``query_lens`` counts the new tokens, ``ctx_lens`` the tokens before them.
-    """
+    """Token counts of each sequence."""
 
     query_lens: tuple[int, ...]
     ctx_lens: tuple[int, ...]

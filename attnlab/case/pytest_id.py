@@ -1,7 +1,4 @@
-"""Conversion between a pytest id of vLLM's attention tests and the fields of a Case.
-
-The four main tests of test_prefix_prefill.py are here, the others in :mod:`attnlab.case.pytest_id`.
-"""
+"""Conversion between a pytest id of vLLM's attention tests and the fields of a Case."""
 
 import random
 import re
