@@ -244,12 +244,13 @@ def smallest_script(
 _UNCHECKED = 3
 
 
-def _settings(args: argparse.Namespace) -> CaptureSettings:
+@runs("capture")
+def _capture(args: argparse.Namespace) -> int:
     ranges = {
         name: None if getattr(args, name) is None else parse_range(name, getattr(args, name))
         for name in ("layer", "step", "rank")
     }
-    return CaptureSettings(
+    settings = CaptureSettings(
         out=str(args.out.resolve()),
         **ranges,
         max_bytes=parse_bytes("max-bytes", args.max_bytes),
@@ -257,11 +258,6 @@ def _settings(args: argparse.Namespace) -> CaptureSettings:
         rows=parse_count("rows", args.rows),
         heads=parse_count("heads", args.heads),
     )
-
-
-@runs("capture")
-def _capture(args: argparse.Namespace) -> int:
-    settings = _settings(args)
     command.check_share_flags(args)
     words = args.run[1:] if args.run[:1] == ["--"] else args.run
     if args.run and not words:
@@ -275,7 +271,11 @@ def _capture(args: argparse.Namespace) -> int:
     if command.is_shared(args):
         command.share(args, report, pictures=_pictures(report), cause=report.conclusion())
     put(report, args.json)
-    return _exit_code(report)
+    if report.is_wrong:
+        return 1
+    if report.exit_code:
+        return report.exit_code
+    return 0 if report.has_checked else _UNCHECKED
 
 
 def _report(folder: Path, code: int | None) -> "CaptureReport":
@@ -296,12 +296,3 @@ def _pictures(report: "CaptureReport") -> "tuple[Picture, ...]":
 
     calls = [found.call for found in report.found if found.call]
     return call_pictures(KernelCall.load(Path(report.folder) / calls[0])) if calls else ()
-
-
-def _exit_code(report: "CaptureReport") -> int:
-    """Return 1 if something is wrong, else the command's own code, else whether anything was checked."""
-    if report.is_wrong:
-        return 1
-    if report.exit_code:
-        return report.exit_code
-    return 0 if report.has_checked else _UNCHECKED

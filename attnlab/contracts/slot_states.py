@@ -193,7 +193,14 @@ def contract_reads(
             continue
         counts, reads = _reads(one, call, provenance)
         if all_own or reads.states.any():  # state 0 is OWN
-            found += _by_sequence(reads, counts)
+            tensors = (reads.positions, reads.blocks, reads.slots, reads.states)
+            parts = (tensor.split(counts.tolist()) for tensor in tensors)
+            found += [
+                ContractReads(
+                    kernel=reads.kernel, seq=i, positions=at, blocks=block, slots=slot, states=state
+                )
+                for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
+            ]
     return found
 
 
@@ -237,18 +244,6 @@ def _reads(
         states=states,
     )
     return counts, reads
-
-
-def _by_sequence(reads: ContractReads, counts: torch.Tensor) -> list[ContractReads]:
-    """Split the reads of all sequences; ``counts`` [num_seqs] is how many each has."""
-    tensors = (reads.positions, reads.blocks, reads.slots, reads.states)
-    parts = (tensor.split(counts.tolist()) for tensor in tensors)
-    return [
-        ContractReads(
-            kernel=reads.kernel, seq=i, positions=at, blocks=block, slots=slot, states=state
-        )
-        for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
-    ]
 
 
 def _visible_range(call: KernelCall, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

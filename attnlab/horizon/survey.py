@@ -211,7 +211,27 @@ class _Text:
             self._note(one)
         self.flags = self._conditions()
         self.bounds = self._compared()
-        self._trace_integers()
+        queue, seen = (
+            [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)],
+            set(),
+        )
+        loads = [*self._addresses]
+        while queue:
+            name = queue.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            for value in self._assigned.get(name, []):
+                loads.append(value)
+                queue += [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
+        for value in loads:
+            for call in ast.walk(value):
+                if (
+                    isinstance(call, ast.Call)
+                    and call.args
+                    and ast.unparse(call.func).endswith(".load")
+                ):
+                    self.integers |= self._roots(call.args[0])
 
     @staticmethod
     @functools.cache
@@ -324,30 +344,6 @@ class _Text:
                     if isinstance(side, ast.Name):
                         compared[side.id] = compared.get(side.id, 0) + 1
         return {name for name, count in compared.items() if uses.get(name) == count}
-
-    def _trace_integers(self) -> None:
-        """Find the pointers from which numbers are loaded that become addresses."""
-        queue, seen = (
-            [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)],
-            set(),
-        )
-        loads = [*self._addresses]
-        while queue:
-            name = queue.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            for value in self._assigned.get(name, []):
-                loads.append(value)
-                queue += [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
-        for value in loads:
-            for call in ast.walk(value):
-                if (
-                    isinstance(call, ast.Call)
-                    and call.args
-                    and ast.unparse(call.func).endswith(".load")
-                ):
-                    self.integers |= self._roots(call.args[0])
 
 
 # Find the horizon of each integer expression in each size, and prove it by two runs.

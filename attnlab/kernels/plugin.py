@@ -272,7 +272,15 @@ class PluginBackend(Backend):
         """Return the function of a KernelCall; of records, the function of the first."""
         if self.records:
             return self.function_of(self.records[0])
-        return as_kernel(self.function or load_kernel(self.spec))
+        function = self.function or load_kernel(
+            self.spec
+        )  # of a KernelCall if it has one parameter
+        try:
+            count = len(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            return function
+        is_kernel = isinstance(function, ByName)
+        return function if count < 2 or is_kernel else kernel_of(function)
 
     @cached_property
     def source(self) -> Source | None:
@@ -477,16 +485,6 @@ def source_function(
     if not callable(found):
         raise Unsupported(f"{module} of {source.text()} has no function {function}")
     return found  # type: ignore[no-any-return]
-
-
-def as_kernel(function: Callable[..., Any]) -> Kernel:
-    """Return a function of a KernelCall: the function itself if it has one parameter."""
-    try:
-        count = len(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return function
-    is_kernel = isinstance(function, ByName)
-    return function if count < 2 or is_kernel else kernel_of(function)
 
 
 def load_kernel(name: str) -> Kernel:

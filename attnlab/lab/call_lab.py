@@ -270,22 +270,17 @@ def _mask_fields(call: KernelCall) -> dict[str, Any]:
     if name == "chunk_lookback":
         found[name] = rules.chunk_lookback
     elif name == "tree_parents" and rules.qq_bias is not None:
-        found[name] = _parents(rules.qq_bias)
+        seen = torch.ones_like(rules.qq_bias).tril(-1).bool() & (rules.qq_bias == 0)
+        found[name] = tuple(
+            int(torch.nonzero(row).max()) if bool(row.any()) else token
+            for token, row in enumerate(seen)
+        )
     elif name is not None:
         given = data[name]
         assert isinstance(given, torch.Tensor)
         rows = given.tolist()
         found[name] = tuple(tuple(row) if isinstance(row, list) else row for row in rows)
     return found
-
-
-def _parents(bias: torch.Tensor) -> tuple[int, ...]:
-    """Return the parent of each new token if a bias is that of a tree; :func:`_check_same` compares it."""
-    seen = torch.ones_like(bias).tril(-1).bool() & (bias == 0)
-    return tuple(
-        int(torch.nonzero(row).max()) if bool(row.any()) else token
-        for token, row in enumerate(seen)
-    )
 
 
 def _init(before: torch.Tensor | None) -> str:

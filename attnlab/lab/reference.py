@@ -277,7 +277,12 @@ class _Tiles:
         earlier keys are visible, else every column from ``begin``.
         """
         if not self.mask.is_plain:
-            return _masked(self.mask, like, position, rows, begin, end)
+            positions = torch.arange(position, position + rows, device=like.device)
+            bias = self.mask.bias(positions, begin, end)
+            if bias is None:
+                bias = torch.zeros(rows, end - begin, device=like.device)
+            hidden = ~self.mask.visible(positions, begin, end)
+            return bias.to(like.dtype).masked_fill_(hidden, float("-inf"))
         window = self.mask.rules.sliding_window
         if not window:
             return _diagonal(rows, like.dtype, like.device)
@@ -291,18 +296,6 @@ def _share_of_keys(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """
     sums = scores.logsumexp(-1, keepdim=True)
     return (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
-
-
-def _masked(
-    mask: SequenceMask, like: torch.Tensor, position: int, rows: int, begin: int, end: int
-) -> torch.Tensor:
-    """Return the bias of visible keys and -inf for hidden ones under any mask, [rows, end - begin]."""
-    positions = torch.arange(position, position + rows, device=like.device)
-    bias = mask.bias(positions, begin, end)
-    if bias is None:
-        bias = torch.zeros(rows, end - begin, device=like.device)
-    hidden = ~mask.visible(positions, begin, end)
-    return bias.to(like.dtype).masked_fill_(hidden, float("-inf"))
 
 
 @lru_cache(maxsize=64)
@@ -514,17 +507,12 @@ class Rounding:
             self.output_step + LIKELY * length**0.5 * self.step * largest
         )
         if self.parts:
-            likely.add_(_by_warp(weights, value), alpha=self.parts * self.unit)
+            total = torch.zeros(*weights.shape[:2], value.shape[2], dtype=value.dtype)
+            for first in range(0, value.shape[1], WARP):
+                warp = slice(first, first + WARP)
+                total += (weights[:, :, warp] @ value[:, warp]).abs()
+            likely.add_(total, alpha=self.parts * self.unit)
         return torch.minimum(magnitude.mul_(relative).add_(fixed), likely.mul_(self.growth))
-
-
-def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over warps of the magnitude of each warp's part of the output."""
-    total = torch.zeros(*weights.shape[:2], value.shape[2], dtype=value.dtype)
-    for first in range(0, value.shape[1], WARP):
-        warp = slice(first, first + WARP)
-        total += (weights[:, :, warp] @ value[:, warp]).abs()
-    return total
 
 
 # The rounding bound of every output element of a Case: the default tolerance of a comparison.

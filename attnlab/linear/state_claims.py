@@ -453,7 +453,14 @@ def _of_result(one: Trial) -> Iterator[str]:
     yield from _of_heads(rows.any(0))
     yield from _of_elements((one.deviation.output > 1).flatten(0, 1).any(0))
     yield from _of_sequences(one, rows.any(1))
-    yield from _of_ratio(one, rows)
+    found, right = one.found.output.double()[rows], one.right.output[rows]
+    total = float(right.square().sum())
+    factor = float((found * right).sum()) / total if total else float("nan")
+    if factor == factor and abs(factor) > 1e-3:
+        error = (found - factor * right).abs()
+        bound = (1 + abs(factor)) * one.right.output_bound[rows]
+        if bool((error <= bound).all()):
+            yield f"the wrong rows are {factor:.2g} times what they should be"
 
 
 def _of_heads(wrong: torch.Tensor) -> Iterator[str]:
@@ -495,18 +502,6 @@ def _of_sequences(one: Trial, rows: torch.Tensor) -> Iterator[str]:
     for words, which in _SEQUENCES.items():
         if bool((wrong == which(lens)).all()) and not bool(wrong.all()):
             yield words
-
-
-def _of_ratio(one: Trial, rows: torch.Tensor) -> Iterator[str]:
-    """Yield the factor of the wrong rows, if it is one number."""
-    found, right = one.found.output.double()[rows], one.right.output[rows]
-    total = float(right.square().sum())
-    factor = float((found * right).sum()) / total if total else float("nan")
-    if factor == factor and abs(factor) > 1e-3:
-        error = (found - factor * right).abs()
-        bound = (1 + abs(factor)) * one.right.output_bound[rows]
-        if bool((error <= bound).all()):
-            yield f"the wrong rows are {factor:.2g} times what they should be"
 
 
 def slot_kind(call: StateCall, slot: int, seq: int) -> str:

@@ -108,7 +108,10 @@ def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading
                 fields[name] = arguments[alias]
                 used.add(alias)
                 break
-    _take_caches(fields)
+    for new, cache in (("key", "key_cache"), ("value", "value_cache")):
+        tensor = fields.get(new)
+        if cache not in fields and isinstance(tensor, torch.Tensor) and tensor.dim() >= 4:
+            fields[cache] = fields.pop(new)
     if "key" in fields and fields.get("seq_lens") is arguments.get(CONTEXT_LENS):
         fields.pop("seq_lens", None)
     used |= _take_window(fields, arguments)
@@ -219,14 +222,6 @@ def _paged_caches(fields: dict[str, Any], page_size: Any) -> list[str]:
     fields.setdefault("layout", "flash")
     tokens = "one token" if size == 1 else f"{size} tokens"
     return [f"the caches with blocks of {tokens}"]
-
-
-def _take_caches(fields: dict[str, Any]) -> None:
-    """Take ``k`` and ``v`` for the cache if they have its dimensions and no other argument is the cache."""
-    for new, cache in (("key", "key_cache"), ("value", "value_cache")):
-        tensor = fields.get(new)
-        if cache not in fields and isinstance(tensor, torch.Tensor) and tensor.dim() >= 4:
-            fields[cache] = fields.pop(new)
 
 
 def _take_window(fields: dict[str, Any], arguments: Arguments) -> set[str]:

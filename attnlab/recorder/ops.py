@@ -110,7 +110,11 @@ def write_of_reading(reading: Reading, origin: Origin) -> KernelCall:
         e4m3 = PLATFORMS[origin.platform].fp8_e4m3 if origin.platform in PLATFORMS else "fp8_e4m3fn"
         stored = read_format(kind, key.dtype, e4m3).dtype
     slots = fields["slot_mapping"].flatten()
-    _check_slots(slots, before[1].shape[0] * before[1].shape[3])
+    count = before[1].shape[0] * before[1].shape[3]
+    beyond = torch.nonzero(slots >= count).flatten()
+    if len(beyond):
+        at = int(beyond[0])
+        raise InvalidCall(f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}")
     empty = torch.zeros(0, dtype=torch.int32, device=slots.device)
     return KernelCall(
         op=WRITE,
@@ -155,14 +159,6 @@ def _scale(name: str, fields: Mapping[str, Any], cache: torch.Tensor) -> float |
         text = f"{name} must be a number or have shape ({heads},), got {tuple(scale.shape)}"
         raise InvalidCall(text)
     return scale.expand(blocks, size, heads)
-
-
-def _check_slots(slots: torch.Tensor, count: int) -> None:
-    """Raise InvalidCall for a slot that the cache does not have."""
-    beyond = torch.nonzero(slots >= count).flatten()
-    if len(beyond):
-        at = int(beyond[0])
-        raise InvalidCall(f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}")
 
 
 # Ops as rows: module, function, the op of attnlab, the layout of the cache, what completes the reading, and

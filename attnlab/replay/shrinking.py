@@ -73,7 +73,16 @@ def smaller_calls(call: KernelCall, ratio: torch.Tensor, *, runs: bool) -> Itera
         yield from _fewer_rows(call, ratio)
     if runs:
         yield from _shorter_contexts(call)
-        yield from _plainer(call)
+        for field, plain in _PLAIN.items():
+            given = getattr(call, field)
+            if given is not None and (isinstance(given, torch.Tensor) or given != plain):
+                yield f"{field} {plain}", dataclasses.replace(call, **{field: plain})
+        yield from _fewer_ranges(call)
+        if call.sliding_window > 1:
+            half = call.sliding_window // 2
+            right = None if call.window_right is None else min(call.window_right, half - 1)
+            smaller = dataclasses.replace(call, sliding_window=half, window_right=right)
+            yield f"sliding_window {half}", smaller
         yield from _smaller_heads(call)
     fewer = with_fewer_blocks(call)
     if fewer is not None:
@@ -164,20 +173,6 @@ def _shorter_contexts(call: KernelCall) -> Iterator[Step]:
 
 def _without_blocks(one: KeptSequence, blocks: int) -> KeptSequence:
     return dataclasses.replace(one, blocks=blocks)
-
-
-def _plainer(call: KernelCall) -> Iterator[Step]:
-    """Yield calls without one feature, or with a window of half the size."""
-    for field, plain in _PLAIN.items():
-        given = getattr(call, field)
-        if given is not None and (isinstance(given, torch.Tensor) or given != plain):
-            yield f"{field} {plain}", dataclasses.replace(call, **{field: plain})
-    yield from _fewer_ranges(call)
-    if call.sliding_window > 1:
-        half = call.sliding_window // 2
-        right = None if call.window_right is None else min(call.window_right, half - 1)
-        smaller = dataclasses.replace(call, sliding_window=half, window_right=right)
-        yield f"sliding_window {half}", smaller
 
 
 def _fewer_ranges(call: KernelCall) -> Iterator[Step]:

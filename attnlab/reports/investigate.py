@@ -338,7 +338,10 @@ class Run:
             status, message, executed = self._report(status, message)
         except Exception as error:  # a broken notebook must not stop the others
             message = message or _in_one_line(error)
-            self._replace_executed()
+            from nbformat import v4, write
+
+            cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
+            write(v4.new_notebook(cells=[cell]), self.executed)
             status, message, executed = self._report("error", message)
         return Outcome(
             name=self.name,
@@ -369,24 +372,20 @@ class Run:
         if status in ("passed", "unavailable") and not all(verdict.ok for verdict in verdicts):
             status = "failed"
             message = "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
-        write_post_mortem(
-            self.executed,
-            self.html,
-            command=self._command(),
-            failure=message,
-            status=status,
-            pages=self.pages,
-        )
-        return status, message, notebook
-
-    def _command(self) -> str:
-        """Return the command line that reproduces the page."""
         words = ["attnlab", "investigate", self.name.split("-", 1)[0]]
         if self.folder_flag:
             words += ["--notebooks-folder", str(self.source.parent)]
         for name, value in self.parameters.items():
             words += ["-p", f"{name}={as_flag(value)}"]
-        return shlex.join(words)
+        write_post_mortem(
+            self.executed,
+            self.html,
+            command=shlex.join(words),
+            failure=message,
+            status=status,
+            pages=self.pages,
+        )
+        return status, message, notebook
 
     def _execute(self) -> tuple[Status, str]:
         """Run papermill; return the status and one line about the failure."""
@@ -456,13 +455,6 @@ class Run:
 
     def _on_executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
         self.on_progress(self.name, cell_index + 1, self.total)
-
-    def _replace_executed(self) -> None:
-        """Replace a missing or broken executed notebook by one that says so."""
-        from nbformat import v4, write
-
-        cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
-        write(v4.new_notebook(cells=[cell]), self.executed)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -459,25 +459,20 @@ def script_of(
         return "", "a script calls a kernel, and --kernel and --source name none"
     call = call.cpu().with_buffer()
     try:
-        _check_scripted(call)
+        if not call.spec.attends_to_cache:
+            raise Unsupported(f"a script calls an op on a cache, and {call.op} is none")
+        if call.interleave_v or call.padding or call.strides != "contiguous":
+            raise Unsupported("a script has no interleaved values, padding or strides of the lab")
+        if has_fp8_query(call) or has_scaled_output(call):
+            raise Unsupported("the reference of a script has no FP8 query and no scaled output")
+        if call.query.shape[2] != call.value_cache.shape[2]:
+            raise Unsupported("the reference of a script has keys and values of one width")
+        if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
+            raise Unsupported("the reference of a script has one scale per cache")
         kernel = ScriptedKernel.of(call, target, backend)
         return _call_script(call, target, kernel, backend, evidence), ""
     except Unsupported as error:
         return "", str(error)
-
-
-def _check_scripted(call: KernelCall) -> None:
-    """Raise Unsupported for a call that a script cannot reproduce."""
-    if not call.spec.attends_to_cache:
-        raise Unsupported(f"a script calls an op on a cache, and {call.op} is none")
-    if call.interleave_v or call.padding or call.strides != "contiguous":
-        raise Unsupported("a script has no interleaved values, padding or strides of the lab")
-    if has_fp8_query(call) or has_scaled_output(call):
-        raise Unsupported("the reference of a script has no FP8 query and no scaled output")
-    if call.query.shape[2] != call.value_cache.shape[2]:
-        raise Unsupported("the reference of a script has keys and values of one width")
-    if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
-        raise Unsupported("the reference of a script has one scale per cache")
 
 
 def _call_script(

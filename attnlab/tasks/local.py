@@ -456,12 +456,6 @@ class LocalEngine(Pool[Worker]):
             yield worker, worker.receive()
 
     def _watch(self) -> None:
-        self._stop_late()
-        if self._capacity is not None:
-            self._keep_reserve()
-
-    def _stop_late(self) -> None:
-        """End workers that exceed a time limit."""
         for worker in [*self._slots]:
             if worker.task is not None:
                 limit = worker.task.limit_s
@@ -475,6 +469,8 @@ class LocalEngine(Pool[Worker]):
             elif not worker.is_ready and worker.elapsed_s > _START_LIMIT_S:
                 self._remove(worker)
                 self._cannot_start(AttnLabError("a worker process did not start in time"), tries=1)
+        if self._capacity is not None:
+            self._keep_reserve()
 
     def _keep_reserve(self) -> None:
         """End the largest busy worker if little memory is left, before the system ends any process."""

@@ -368,6 +368,18 @@ def _concluded(
             found = with_elements(found, faults.elements)
             usable = usable_rows(found, every_slot=False)
         verdict = _judge_all(usable, faults, second, limit_s)
+    setup, measurement = found.setup, found.measurement
+    codes = (
+        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
+    )
+    lines = [
+        f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
+        f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
+    ]
+    if found.drawn:
+        lines.append(
+            "query and keys were drawn from N(0, 1): the scores of the case differ too little"
+        )
     return XRay(
         status=_status_of_all(verdict.status, found, usable),
         case=subject.case,
@@ -377,7 +389,7 @@ def _concluded(
         confirmed=verdict.confirmed,
         law=usable.law,
         magnitudes=usable.magnitudes,
-        sentences=(*_unreadable(found, usable.rows), *verdict.sentences, *_limits(found)),
+        sentences=(*_unreadable(found, usable.rows), *verdict.sentences, *lines),
         tried=verdict.search.tried,
         seconds=time.perf_counter() - began,
     )
@@ -580,23 +592,6 @@ def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
         lines.append(
             "with random values they are finite: the kernel inspects V, for example to scale it by a "
             "maximum, which is 0 here; the weights cannot be read with values of 0 and 1"
-        )
-    return lines
-
-
-def _limits(found: Examined) -> list[str]:
-    """Return how precise the weights are, and what was replaced."""
-    setup, measurement = found.setup, found.measurement
-    codes = (
-        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
-    )
-    lines = [
-        f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
-        f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
-    ]
-    if found.drawn:
-        lines.append(
-            "query and keys were drawn from N(0, 1): the scores of the case differ too little"
         )
     return lines
 

@@ -308,7 +308,7 @@ def places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones, [n]."""
+    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones."""
     call = setup.call
     none = torch.zeros(setup.num_slots, dtype=torch.bool, device=setup.device)
     near = none if weighed is None else weighed.clone()

@@ -276,7 +276,7 @@ def _hash(path: Path, changed: int, size: int) -> str:
 def unpack(
     members: Iterable[tuple[str, bytes]], root: Path, path: Path, package: Package = VLLM
 ) -> None:
-    """Write the kept files of the archive ``path`` to ``root`` in one step: a failure leaves nothing there."""
+    """Write the kept files of an archive to ``root`` in one step: a failure leaves nothing there."""
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
         found, files, size = False, 0, 0

@@ -290,7 +290,15 @@ def read_case(text: str) -> Case:
     if text.startswith("{"):
         return Case.from_json(text)
     if text.startswith("attnlab "):
-        return _read_command(text)
+        parser = _CaseParser(prog="attnlab run", add_help=False)
+        add_case_flags(parser)
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise InvalidCase(f"command line must have matching quotes: {error}") from error
+        if words[1:2] != ["run"]:
+            raise InvalidCase(f"command line must begin with attnlab run, got {text[:40]!r}")
+        return case_of(parser.parse_args(words[2:]))
     return Case.from_test_id(text)
 
 
@@ -299,18 +307,6 @@ class _CaseParser(Parser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise InvalidCase(f"command line must be that of attnlab run: {message}")
-
-
-def _read_command(text: str) -> Case:
-    parser = _CaseParser(prog="attnlab run", add_help=False)
-    add_case_flags(parser)
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise InvalidCase(f"command line must have matching quotes: {error}") from error
-    if words[1:2] != ["run"]:
-        raise InvalidCase(f"command line must begin with attnlab run, got {text[:40]!r}")
-    return case_of(parser.parse_args(words[2:]))
 
 
 VIEWS = ("measured", "expected", "difference", "log weights")

@@ -329,10 +329,21 @@ def _count(number: int, one: str, more: str) -> str:
 def errors(one: "ErrorMap") -> Sheet:
     """Return the number of wrong elements and their errors, in total and for each sequence."""
     count = f"{one.mismatched} of {one.total} elements differ by more than {_allowed(one)}"
+    facts: list[tuple[str, Cell]] = [
+        (f"largest {name} error", f"{greatest.value:.4g} at {greatest.index}")
+        for name, greatest in (("absolute", one.greatest_abs), ("relative", one.greatest_rel))
+    ]
+    if one.first_index is not None:
+        facts.append(("first mismatch", str(one.first_index)))
+    if one.nan_elements:
+        facts.append(("NaN", Words(f"{one.nan_elements} elements", "bad")))
+    for name, span in (("heads", one.heads), ("rows", one.rows)):
+        if span is not None:
+            facts.append((f"{name} that ran", f"{span.start} to {span.stop - 1}"))
     return Sheet.of(
         "ErrorMap",
         count,
-        Facts(_error_facts(one)),
+        Facts(facts),
         _seq_grid(one),
         tone="bad" if one.mismatched else "good",
         line=f"{count}, largest {one.greatest_abs.value:.4g}",
@@ -356,21 +367,6 @@ def beyond_rounding(one: "Result") -> str:
     elif beyond and not mismatched:
         note = "; the tolerance accepts them"
     return f"{beyond} of {one.errors.total}{note}"
-
-
-def _error_facts(one: "ErrorMap") -> list[tuple[str, Cell]]:
-    facts: list[tuple[str, Cell]] = [
-        (f"largest {name} error", f"{greatest.value:.4g} at {greatest.index}")
-        for name, greatest in (("absolute", one.greatest_abs), ("relative", one.greatest_rel))
-    ]
-    if one.first_index is not None:
-        facts.append(("first mismatch", str(one.first_index)))
-    if one.nan_elements:
-        facts.append(("NaN", Words(f"{one.nan_elements} elements", "bad")))
-    for name, span in (("heads", one.heads), ("rows", one.rows)):
-        if span is not None:
-            facts.append((f"{name} that ran", f"{span.start} to {span.stop - 1}"))
-    return facts
 
 
 def _seq_grid(one: "ErrorMap") -> Grid:
