@@ -133,9 +133,8 @@ def write(values: Values) -> dict[str, Any]:
         "ctx_lens": tuple(5 * i % block_size for i in range(count)),
         "num_blocks": values["num_blocks"] // 2,
     }
-    if (
-        values["kv_cache_dtype"] == "fp8"
-    ):  # the largest of its random numbers, about 4, divided by 64
+    # The largest of its random numbers, about 4, divided by 64.
+    if values["kv_cache_dtype"] == "fp8":
         fields |= {"kv_cache_dtype": "fp8", "k_scale": 0.0625, "v_scale": 0.0625}
     if values.get("kv_cache_layout") == "HND":
         fields["kv_layout"] = "HND"

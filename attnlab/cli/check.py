@@ -119,9 +119,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     has_library = args.kernel is None and (args.source or args.installed)
     if args.report is not None and (args.csrc or not has_library):
         raise InvalidCase("report must be given with a library: --source PATH or --installed")
-    if (
-        args.known is not None and args.kernel is None
-    ):  # the op of a kernel is known once it is loaded
+    # The op of a kernel is known once it is loaded.
+    if args.known is not None and args.kernel is None:
         read_known(args.known)
     check_ci_files(args)
     if args.out is not None:

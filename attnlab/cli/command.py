@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
-TABLE = tomllib.loads(
-    (files(__package__) / "commands.toml").read_text(encoding="utf-8")
-)  # of the command line
+# Of the command line.
+TABLE = tomllib.loads((files(__package__) / "commands.toml").read_text(encoding="utf-8"))
 BAD_INPUT = "2 bad input"
 MOST_FLAGS = 10
 _MOST_NOTES = 6  # lines; --help-all shows longer ones, such as what --json prints

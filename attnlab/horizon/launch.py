@@ -296,9 +296,8 @@ class Namespace(dict):  # type: ignore[type-arg]
                 if isinstance(node, ast.Name) and node.id in self._file.definitions:
                     self.prepare(node.id)
         made = self._file.make(name)
-        if (
-            callable(made) and getattr(made, "__triton_builtin__", False) is True
-        ):  # an alias, such as exp2 = tl.exp2
+        # An alias, such as exp2 = tl.exp2.
+        if callable(made) and getattr(made, "__triton_builtin__", False) is True:
             from triton.runtime import interpreter
 
             made = functools.partial(made, _semantic=interpreter.interpreter_semantic)
@@ -471,11 +470,8 @@ _NODES = (
     ast.List,
     ast.Tuple,
 )
-GRID = (
-    LAST_X := (1 << 31) - 1,
-    65535,
-    65535,
-)  # CUDA C++ Programming Guide, technical specifications
+# CUDA C++ Programming Guide, technical specifications.
+GRID = (LAST_X := (1 << 31) - 1, 65535, 65535)
 
 
 def _cdiv(a: Any, b: Any) -> Any:

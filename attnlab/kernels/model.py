@@ -252,9 +252,8 @@ def _attend(
         hidden |= away <= -call.sliding_window
     scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
-    weights = (
-        (scores - lse[..., None]).exp().nan_to_num(0.0)
-    )  # -inf minus -inf: the row sees no key
+    # -inf minus -inf: the row sees no key.
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
     mixed = (weights @ value[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     return mixed.to(call.query.dtype), lse.flatten(0, 1)
 

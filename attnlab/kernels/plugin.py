@@ -272,9 +272,8 @@ class PluginBackend(Backend):
         """Return the function of a KernelCall; of records, the function of the first."""
         if self.records:
             return self.function_of(self.records[0])
-        function = self.function or load_kernel(
-            self.spec
-        )  # of a KernelCall if it has one parameter
+        # Of a KernelCall if it has one parameter.
+        function = self.function or load_kernel(self.spec)
         try:
             count = len(inspect.signature(function).parameters)
         except (TypeError, ValueError):

@@ -143,9 +143,8 @@ def prefill_key(case: Case) -> Key:
     """Return the key of the prefill kernel's rows: stage, fill and buffers do not reach them."""
     options = ("op", "sliding_window", "sm_scale", "max_query_len", "mask", *MASK_DATA)
     names = (*_STORED_FIELDS, *_TABLE_FIELDS, *options)
-    by_heads = (
-        case.sm_scale is None and case.release == "0.11.2"
-    )  # the scale depends on the release
+    # The scale depends on the release.
+    by_heads = case.sm_scale is None and case.release == "0.11.2"
     return (
         *_values(case, names),
         case.platform if case.is_fp8 else None,

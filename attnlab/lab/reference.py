@@ -522,9 +522,8 @@ class Rounding:
 # sequences that are cheapest, up to a limit of work, and for a few rows of the others.
 
 _EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the bound is computed in float64
-_SHARP_WORK = (
-    1 << 28
-)  # products of a weight and a value, over the sequences with a likely case in every row
+# Products of a weight and a value, over the sequences with a likely case in every row.
+_SHARP_WORK = 1 << 28
 _HEADS_AT_ONCE = 4  # KV heads of a likely case: their keys and values stay in the processor's cache
 _SHARP_ROWS = 4  # rows with a likely case in each other sequence
 

@@ -289,10 +289,8 @@ def fitting_scopes(trial: Trial, rule: StateRule, is_sure: bool = True) -> set[s
     return _scopes_of(trial, trial.deviation_from(exact))
 
 
-_ROUGH, _PART = (
-    8.0,
-    0.02,
-)  # what passes a first comparison, before the bounds of a rule are computed
+# What passes a first comparison, before the bounds of a rule are computed.
+_ROUGH, _PART = 8.0, 0.02
 
 
 def _scopes_of(trial: Trial, found: Deviation) -> set[str]:

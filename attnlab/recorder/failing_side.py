@@ -466,11 +466,8 @@ def _comparable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).double().nan_to_num(_NAN, torch.inf, -torch.inf) + 0.0
 
 
-_IN_CACHE = (
-    "newest_slot_zero",
-    "newest_slot_nan",
-    "newest_slot_unwritten",
-)  # contents of the cache
+# Contents of the cache.
+_IN_CACHE = "newest_slot_zero", "newest_slot_nan", "newest_slot_unwritten"
 # Arguments that two calls may differ in, and what a difference is called.
 _ARGUMENTS = (
     "softcap", "sliding_window", "window_right", "causal", "alibi_slopes", "sinks", "k_scale", "v_scale",

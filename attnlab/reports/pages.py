@@ -195,12 +195,8 @@ def _read_mime(notebook: Any, mime: str) -> list[Any]:
 # Render the cells of an executed notebook as HTML, without what a page shows elsewhere.
 
 TEMPLATES = Path(__file__).parent / "templates"
-_ELSEWHERE = {
-    PROVENANCE_MIME,
-    POST_MORTEM_MIME,
-    VERDICTS_MIME,
-    STEP_MIME,
-}  # the page has these in its own places
+# The page has these in its own places.
+_ELSEWHERE = {PROVENANCE_MIME, POST_MORTEM_MIME, VERDICTS_MIME, STEP_MIME}
 _EXPORTING = threading.Lock()  # an exporter keeps the folder of the notebook that it exports
 # Richest first. Types that need JavaScript are missing, so a page leaves them out.
 _SHOWN = [

@@ -306,9 +306,8 @@ def excerpt(file: str, line: int) -> Excerpt | None:
 # Pictures: a grid of cells as inline SVG. A cell has a CSS class, which gives its colours in light and dark,
 # and a title, which a browser shows as a tooltip. A wrong cell has a cross, so that colour is not needed.
 
-Square: TypeAlias = tuple[
-    str, str, str
-]  # CSS class or "", title, "row,head" of a cell that can be picked
+# CSS class or "", title, "row,head" of a cell that can be picked.
+Square: TypeAlias = tuple[str, str, str]
 # A kernel may load slots that are none of its sequence's and mask them; it must not use them.
 _STRANGE = {one: "wrong" for one in FOREIGN} | {one: "off" for one in EMPTY}
 

@@ -116,9 +116,8 @@ class Store:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            with contextlib.suppress(
-                OSError
-            ):  # a line that was cut off is dropped by the next reader
+            # A line that was cut off is dropped by the next reader.
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
                 os.lseek(self._file, self._size, os.SEEK_SET)
             raise _unwritable(self._folder, error) from error

@@ -370,9 +370,8 @@ def _widened(tensor: torch.Tensor, most_bytes: int = 16) -> torch.Tensor:
 def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
     """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to ``blocks`` of ``key``, modifying it."""
     chunk = key.shape[4]
-    wide = _widened(
-        tokens.unflatten(3, (-1, chunk))
-    )  # [n, block_size, heads, chunks, chunk / wide]
+    # [n, block_size, heads, chunks, chunk / wide].
+    wide = _widened(tokens.unflatten(3, (-1, chunk)))
     _widened(key)[blocks] = wide.permute(0, 2, 3, 1, 4)
 
 

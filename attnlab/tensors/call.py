@@ -418,9 +418,8 @@ def _check_formats(given: Mapping[str, Any], num_seqs: int) -> None:
         raise InvalidCall(f"output_scale must be a positive number, got {scale!r:.60}")
 
 
-_LARGE_CACHE = (
-    1 << 24
-)  # bytes; of a larger cache, a file holds only the blocks that the table names
+# Bytes; of a larger cache, a file holds only the blocks that the table names.
+_LARGE_CACHE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

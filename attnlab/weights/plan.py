@@ -54,10 +54,8 @@ def _by_sequence(
     return found.to(setup.device)
 
 
-LAST, LAST_SEEN = (
-    -1,
-    -2,
-)  # the last step of the sequence, and the last one in which the row sees a key
+# The last step of the sequence, and the last one in which the row sees a key.
+LAST, LAST_SEEN = -1, -2
 
 
 @dataclass(frozen=True, slots=True)

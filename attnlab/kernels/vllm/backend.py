@@ -92,9 +92,8 @@ def explained(error: Exception, op: str, source: Source) -> AttnLabError:
         return KernelFailed(one_line(root_of(error)))
     if is_stated(error, source):
         return KernelRejected(one_line(error))
-    if isinstance(
-        error, (*_STATED, ArithmeticError)
-    ):  # raised by Triton, or by the op's arithmetic
+    # Raised by Triton, or by the op's arithmetic.
+    if isinstance(error, (*_STATED, ArithmeticError)):
         return KernelFailed(one_line(error))
     return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
 

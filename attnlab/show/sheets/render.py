@@ -162,10 +162,8 @@ _TEXT_STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta"
 _TEXT_BAR_WIDTH = 24
 _MOST_COMPLETE = 200  # rows
 _NARROW = 80  # columns of the narrowest terminal for which words are kept whole
-_WORD, _SHORT_WORD = (
-    24,
-    9,
-)  # the longest word, in characters, that a table keeps whole if it has room
+# The longest word, in characters, that a table keeps whole if it has room.
+_WORD, _SHORT_WORD = 24, 9
 
 
 def render_text(sheet: Sheet, *, complete: bool = False) -> RenderableType:
