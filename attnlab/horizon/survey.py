@@ -211,10 +211,8 @@ class _Text:
             self._note(one)
         self.flags = self._conditions()
         self.bounds = self._compared()
-        queue, seen = (
-            [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)],
-            set(),
-        )
+        queue = [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)]
+        seen = set[str]()
         loads = [*self._addresses]
         while queue:
             name = queue.pop()

@@ -227,8 +227,7 @@ class PluginBackend(Backend):
                 raise InvalidCase(f"{text}, got neither", field="op")
             known = OPS.get(record.name, record)
             if (known.library, known.module) != (record.library, record.module):
-                text = f"{self.name}: name must be new, got {record.name}"
-                raise InvalidCase(text, field="op")
+                raise InvalidCase(f"{self.name}: name must be new, got {record.name}", field="op")
             OPS[record.name] = record  # of a file that has changed, the new one
         if self.function is None and not self.records and isinstance(self.kernel, ByName):
             self.kernel.check(self.name)

@@ -359,11 +359,9 @@ def _batch_of(call: KernelCall, case: Case) -> Batch:
     Tokens before the window of every row count as zeros if they are not finite.
     """
     format, halves = written_format(case), _flat(call, case)
-    scales, starts, lengths = (
-        (case.k_scale, case.v_scale),
-        case.lengths.token_start_loc,
-        case.lengths,
-    )
+    scales = (case.k_scale, case.v_scale)
+    starts = case.lengths.token_start_loc
+    lengths = case.lengths
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for seq, (ctx_len, seq_len) in enumerate(zip(lengths.ctx_lens, lengths.seq_lens, strict=True)):
         known = ctx_len if call.new_tokens == "given" else seq_len

@@ -564,10 +564,8 @@ def model_write(case: WriteCase, inputs: WriteInputs) -> None:
         if case.cache_format == INT4:
             pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
             numbers = pairs[..., 0] | (pairs[..., 1] << 4)
-        block, at = (
-            inputs.slots[written] // case.block_size,
-            inputs.slots[written] % case.block_size,
-        )
+        block = inputs.slots[written] // case.block_size
+        at = inputs.slots[written] % case.block_size
         view = cache[..., columns]
         view[block, at] = numbers.to(case.element).reshape(-1, *view.shape[2:])
         if scale is not None and half.scale is not None:

@@ -138,12 +138,10 @@ def _other_slots(call: KernelCall) -> dict[str, Any]:
 
 
 TWO_BOUNDS = 2.0  # two correct outputs differ by at most two rounding bounds
-CORRUPTION, WRONG, ORDER, NO_CHANGE = (
-    "corruption",
-    "wrong computation",
-    "reduction order",
-    "no change",
-)
+CORRUPTION = "corruption"
+WRONG = "wrong computation"
+ORDER = "reduction order"
+NO_CHANGE = "no change"
 OnVariation = Callable[[str, int], None]
 
 

@@ -192,10 +192,8 @@ def compare(name: str, now: Kept, before: Kept | None) -> list[Change]:
         if change := _change(name, was.get(verdict.name), verdict):
             changes.append(change)
     if before and dict(before.parameters) != dict(now.parameters):
-        old, new = (
-            _difference(before.parameters, now.parameters),
-            _difference(now.parameters, before.parameters),
-        )
+        old = _difference(before.parameters, now.parameters)
+        new = _difference(now.parameters, before.parameters)
         changes.append(Change(notebook=name, verdict="", kind="parameters", before=old, after=new))
     return sorted(changes, key=lambda change: not change.is_loss)
 
@@ -210,10 +208,8 @@ def _change(name: str, was: Verdict | None, now: Verdict) -> Change | None:
         kind = "changed"
     elif was.evidence != now.evidence:
         kind = "figures"
-        before, after = (
-            _difference(was.evidence, now.evidence),
-            _difference(now.evidence, was.evidence),
-        )
+        before = _difference(was.evidence, now.evidence)
+        after = _difference(now.evidence, was.evidence)
     else:
         return None
     return Change(notebook=name, verdict=now.name, kind=kind, before=before, after=after)
