@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import truediv
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -334,6 +334,8 @@ PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
 class Rule(ABC):
     """A change of a Plan that depends on the setup only, so that it predicts other calls, too."""
 
+    words: ClassVar[str]  # the rule as a clause, with its fields as of {0}
+
     @property
     def complexity(self) -> int:
         """Return a number: of two rules that fit, the one with the lower number is stated.
@@ -348,9 +350,9 @@ class Rule(ABC):
         """Return the plan under this rule."""
 
     @property
-    @abstractmethod
     def text(self) -> str:
         """Return the rule as a clause."""
+        return self.words.format(self)
 
 
 @dataclass(frozen=True, slots=True)
