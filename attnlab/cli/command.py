@@ -544,4 +544,4 @@ def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
         from attnlab.kernels.vllm.source import find_source
 
         notice_rules(find_source(args.source))
-    return Lab(source=args.source, device=args.device, on_step=on_step, on_notice=notice)
+    return Lab(source=args.source, device=args.device, on_step=on_step)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -165,7 +165,6 @@ class RunOptions:
     - ``value_scale``: with which values are stored in a cache with a scale per token and head, in place of
       that of their numbers, [num_blocks, block_size, num_kv_heads] float32.
     - ``on_step``: called before each step of a long run.
-    - ``on_notice``: called with a message before a run that will take minutes.
     """
 
     trace_reads: bool = False
@@ -174,7 +173,6 @@ class RunOptions:
     argument_of: Case | None = None
     value_scale: torch.Tensor | None = field(default=None, compare=False)
     on_step: OnStep = ignore_step
-    on_notice: Callable[[str], None] = lambda text: None
 
     @classmethod
     def of(cls, case: Case) -> "RunOptions":

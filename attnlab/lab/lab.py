@@ -88,7 +88,6 @@ class Lab:
     - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.
     - ``on_step``: called with the name of each step of a run before it begins. None for a line in the cell
       of a notebook, if the cell runs long, and nothing elsewhere.
-    - ``on_notice``: called with a message before a run that will take minutes.
     """
 
     keep: int = 2
@@ -97,7 +96,6 @@ class Lab:
     runner: Backend | None = None
     is_native: bool | None = None
     on_step: OnStep | None = None
-    on_notice: Callable[[str], None] = lambda text: None
     shared: SharedProducts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -327,9 +325,7 @@ class Lab:
             self._run_prefill(case, call, target)
             kernels = tuple(name for name in kernels if name != PREFILL)
         on_step = self.on_step or cell_steps()
-        options = dataclasses.replace(
-            RunOptions.of(case), on_notice=self.on_notice, on_step=on_step
-        )
+        options = dataclasses.replace(RunOptions.of(case), on_step=on_step)
         return run_backend(backend, call, target, kernels, options)
 
     def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:

@@ -110,9 +110,8 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     ``on_step`` is called before each step and may raise to end the run. The results are shared with
     ``lab``.
     """
-    on_notice: Callable[[str], None] = on_step
     lab = copy(lab)  # with the same shared products
-    lab.on_step, lab.on_notice = on_step, on_notice
+    lab.on_step = on_step
     result = lab.run(case)
     got = expected = row_slots = None
     if result.errors is not None:
