@@ -83,7 +83,6 @@ class Stage:
     - ``fill``: the tokens in the cache before the call, see :meth:`attnlab.case.case.Lengths.cached_lens`.
     - ``wrapper_cast``: the op's Python wrapper converts the index tensors to int32. This was proposed,
       not merged.
-    - ``story``: what the stage is, for a person.
     """
 
     story: str

@@ -216,7 +216,6 @@ _LITERALS = {"None": None, "True": True, "False": False}
 class UpstreamTest:
     """A test of vLLM in one of its releases.
 
-    - ``release``: where the parameters were read.
     - ``parameters``: their names in the order of the id, which is from the last decorator to the first.
     - ``lists``: the values of the parameters that an id writes as a name and a number.
     - ``fields``: makes the fields of the Case from the values.

@@ -38,10 +38,7 @@ class Violation(Document):
     - ``kernel``: the kernel whose contract is violated; "" for rows that no kernel writes.
     - ``tensor``: the tensor at fault; "kv_cache" is the key and value cache. ``parameter``: the number,
       size or setting at fault. One of the two is given.
-    - ``dtype``: the tensor's dtype, where the dtype is the fault.
-    - ``row``, ``last_row``: the first and last output row.
     - ``sequence``, ``position``, ``block``, ``slot``: the first place in the cache.
-    - ``count``: how many rows or positions of the sequence are affected.
     - ``value``: what the call has; ``required``: what the contract requires, or what the kernel reads or
       uses instead.
     """

@@ -397,10 +397,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelHorizon:
-    """The statements about a kernel, or why it could not be run.
-
-    - ``runs``: runs of its programs; ``live``: accesses of the run at the given sizes.
-    """
+    """The statements about a kernel, or why it could not be run."""
 
     kernel: str
     file: str
@@ -614,10 +611,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Survey(Shown):
-    """The horizons of a source's kernels.
-
-    - ``broken``: files that are no Python, with the reason; ``seconds``: processor time.
-    """
+    """The horizons of a source's kernels."""
 
     source: str
     kernels: Sequence[KernelHorizon]

@@ -164,7 +164,6 @@ class RunOptions:
     - ``argument_of``: the Case whose op argument is passed, or None (:mod:`attnlab.case.op_arguments`).
     - ``value_scale``: with which values are stored in a cache with a scale per token and head, in place of
       that of their numbers, [num_blocks, block_size, num_kv_heads] float32.
-    - ``on_step``: called before each step of a long run.
     """
 
     trace_reads: bool = False
@@ -192,7 +191,6 @@ class RunOutput:
     - ``log``: launches, int32 overflows, out-of-bounds accesses, LSE and padded rows. Its ``reads`` are
       valid if ``is_traced``.
     - ``is_traced``: whether Triton's interpreter recorded which slots were read.
-    - ``findings``: what the emulated device recorded, or None.
     """
 
     log: RunLog = field(default_factory=RunLog)

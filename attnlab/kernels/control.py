@@ -34,8 +34,6 @@ class Instability(Document):
     """Outputs of equal calls that differ by more than another order of sums explains.
 
     - ``runs``: how many runs of the call; ``others``: how many differ from the most frequent output.
-    - ``rows``: the output rows that differ; ``num_rows``: the number of all rows.
-    - ``largest``: the largest absolute difference; NaN if a number is finite in one run only.
     """
 
     _more = ("text",)

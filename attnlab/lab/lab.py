@@ -79,7 +79,6 @@ class Lab:
     reference, so a table of stages makes these once. Runs also share the rows of the modelled prefill
     kernel, as far as no field that reaches them differs. A shared product has the same bits as a new one.
 
-    - ``keep``: how many products of each kind to keep.
     - ``source``: the vLLM of the backends "vllm", "rocm" and "cuda": a wheel, an sdist or a checkout; None
       is the installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The

@@ -96,7 +96,6 @@ class Place:
     """One output row with mismatches.
 
     - ``row``: the row of the output; ``token``: the same row, counted from its sequence's first new token.
-    - ``heads``: the query heads with a mismatch; ``elements``: the number of mismatches.
     """
 
     seq: int
@@ -121,7 +120,6 @@ class ErrorMap(Shown):
     - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all if none does; NaN is
       greater than any number.
     - ``first_index``: (row, head, element) of the first mismatch, or None.
-    - ``nan_elements``: the number of NaN elements of the output.
     """
 
     lengths: Lengths
@@ -530,7 +528,6 @@ class SideError:
     - ``row``, ``head``: the first wrong place; a row of padding counts from the first of them.
     - ``quantity``: "lse" or "output", which one is wrong there; ``value`` is what it is, ``expected`` what
       it must be.
-    - ``rows``: the number of wrong rows.
     """
 
     subject: str
@@ -685,7 +682,6 @@ class Result(Shown):
     - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``. A match includes what
       the op returned in addition to the output.
     - ``errors``: the ErrorMap; None if the call was rejected.
-    - ``violations``: where the call violates the contracts, found without running it.
     - ``seconds``: the time of each step, without the steps in ``shared``.
     - ``shared``: the steps whose products an earlier run of the same Lab had made.
     - ``output``: [num_tokens, num_heads, head_size]; see :class:`KernelCall`. ``provenance``: of the cache.

@@ -244,7 +244,6 @@ MATCH, MISMATCH = "match", "mismatch"
 class StepResult:
     """A step of a path, and its exact result.
 
-    - ``name``, ``kind``: see :class:`attnlab.mla.run.Step`.
     - ``ratio``: [num_tokens, num_heads], the largest error of an output element or the LSE as a multiple of
       its bound; infinite where a result is not finite, 0 for rows that see no key. Of the last merge, only
       the output counts: vLLM does not use its LSE.

@@ -356,7 +356,6 @@ class Mutant(Document):
 
     - ``outcome``: "killed" in each kernel whose rows it changes; "survived" if it survives in one; or
       "equivalent".
-    - ``effect``: the largest absolute change of an element of the sample.
     - ``margins``: by kernel, "decode" and "prefill", the largest ratio of a change of an element to what the
       test allows there; infinite for NaN. ``margin``: the smallest of the kernels that it changes. Above 1
       the test notices it.
@@ -403,7 +402,6 @@ class Mutant(Document):
 class MutationReport(Shown):
     """Which mutants a test notices.
 
-    - ``mutants``: by margin, the largest first.
     - ``proposal``: the changes of the test that kill the most survivors, or None; ``left``: mutants that
       still survive them; ``models_pass``: whether the Case's backend passes the changed test, None if it
       was not run.

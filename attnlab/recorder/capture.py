@@ -59,7 +59,6 @@ class Recorded:
     - ``is_write``: whether it is a cache write. ``is_guess``: see :class:`RecordedOp`.
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
-    - ``rejection``: the error that the op raised, or "".
     - ``number``: that of the call in this process; other readings of it have the same.
     """
 
@@ -175,7 +174,6 @@ _inside = threading.local()
 class Calls(Sequence[KernelCall]):
     """The last calls that were recorded, as KernelCalls, the oldest first.
 
-    - ``keep``: the most calls that are kept. ``seen``: how many were recorded.
     - ``recorded``: the calls before they were converted and checked.
 
     Raises InvalidCall, when a call is read, if its arguments contradict each other.

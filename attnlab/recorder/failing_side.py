@@ -352,7 +352,6 @@ class Match:
 
     - ``index``: [elements of the tensor] int64, the place of each in the flat output.
     - ``factor``: what the tensor must be multiplied by to be the numbers of the output.
-    - ``is_whole``: it has every element.
     """
 
     index: torch.Tensor
@@ -481,10 +480,8 @@ class Judgement:
 
     - ``side``: "the kernel", "the arguments of the call", "the expected value", "the kernel and the expected
       value", "the tolerance", "the test's dtypes", "the test's arguments", "neither" or "unknown".
-    - ``evidence``: one sentence.
     - ``diagnosis``: that of the call's output. ``comparison``: the test's, or None if it compared
       something else.
-    - ``read_as``: how arguments of another form were read.
     """
 
     side: str

@@ -55,8 +55,6 @@ HOST_BEGINS = "#define LAUNCH_CUSTOM_ATTENTION_MFMA16"  # everything after it is
 class Adaptation:
     """One change of the source text.
 
-    - ``what``, ``why``: its subject and its reason, as text.
-    - ``pattern``, ``replacement``: for re.sub.
     - ``least``: the least number of matches; a source with fewer is rejected.
     """
 

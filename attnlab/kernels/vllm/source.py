@@ -71,7 +71,6 @@ def _kept(package: Package) -> re.Pattern[str]:
 class Source:
     """A package, by default vLLM, whose files can be read.
 
-    - ``kind``: "installed", "wheel", "sdist" or "checkout".
     - ``path``: the path that was given or found; ``root``: the folder that contains ``vllm/``.
     - ``version``: the version in its metadata; "unknown" for a checkout without metadata.
     """
