@@ -30,18 +30,6 @@ from attnlab.lab.problem import Predicted, Problem, RowSlice, make_problem, samp
 from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Job, Outcome, Task
 
-NINE = (  # the mutants that the study of vLLM #28490 counted
-    "scale_doubled",
-    "scale_missing",
-    "scores_ignored",
-    "causal_plus_one",
-    "causal_minus_one",
-    "keys_of_next_sequence",
-    "new_tokens_only",
-    "values_of_next_sequence",
-    "random_noise",
-)
-
 
 def _noise(at: Rows, size: torch.Tensor | float) -> Predicted:
     """Return normal noise with the standard deviation ``size``."""

@@ -1,6 +1,7 @@
-"""Plots of the study alone: the merge of partitions, FP8 formats, and candidate causes."""
+"""Plots of the study alone: its story, the merge of partitions, FP8 formats, and candidate causes."""
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -9,7 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from attnlab.lab.lab import Cell
 from attnlab.show.plots.artists import STATUS_COLOURS, hatch_cells, put_legend
+from attnlab.show.plots.stages import HATCHES, axes_of, draw_cell, finding_of, without_frame
 
 NOT_READ, OWN, OTHER_HEAD = range(3)
 _LOOK = (("#f2f2f2", "not read"), ("#4e79a7", "its own partition"), ("#e15759", "another head's"))
@@ -113,3 +116,56 @@ def plot_fits(errors: Mapping[str, float], *, title: str = "", ax: Axes | None =
     nearest = names[int(values.argmin())] if names else "no candidate"
     ax.set(xlabel="largest absolute difference", title=title or f"nearest: {nearest}")
     return ax
+
+
+def plot_story(
+    cells: Sequence[Cell], stories: Mapping[str, str], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """Draw the stages from left to right, in the order of the test's history, with a row per platform.
+
+    A cell is green if the output matches; red and hatched, with the number of wrong elements, if it does
+    not; purple and cross-hatched if the call was rejected. ``stories``: what each stage changed.
+    """
+    stages, platforms = axes_of(cells)
+    if ax is None:
+        size = (1.05 * len(stages) + 1.1, 0.75 * len(platforms) + 3.0)
+        ax = plt.subplots(figsize=size, layout="constrained")[1]
+    for cell in cells:
+        draw_cell(ax, cell, stages.index(cell.stage), platforms.index(cell.platform))
+    _describe_stages(ax, stages, stories, len(platforms))
+    kernels = {cell.platform: cell.decode_kernel or "" for cell in cells}
+    decodes = [kernels[name].replace("_attention", "_\nattention") for name in platforms]
+    names = [f"{name}\n{kernel}" for name, kernel in zip(platforms, decodes, strict=True)]
+    ax.set_yticks([y + 0.5 for y in range(len(platforms))], names, fontsize="small")
+    ax.set_xticks([])
+    ax.set_xlim(0, len(stages))
+    ax.set_ylim(len(platforms) + 2.5, -0.5)
+    without_frame(ax)
+    ax.set_title(title or finding_of(cells))
+    ax.legend(handles=_entries(cells), loc="lower center", ncols=3, frameon=False)
+    return ax
+
+
+def _describe_stages(
+    ax: Axes, stages: Sequence[str], stories: Mapping[str, str], bottom: int
+) -> None:
+    """Number the stages, connect them with arrows, and describe each below its cells."""
+    for x in range(len(stages) - 1):
+        arrow = {"arrowstyle": "->", "color": "#707070"}
+        ax.annotate("", xy=(x + 1.3, -0.2), xytext=(x + 0.7, -0.2), arrowprops=arrow)
+    for x, stage in enumerate(stages):
+        ax.text(x + 0.5, -0.2, str(x + 1), ha="center", va="center", weight="bold")
+        name = stage.replace("_before_", "_\nbefore_\n").replace("_after_", "_\nafter_\n")
+        look: dict[str, Any] = {"ha": "center", "va": "top", "size": "small"}
+        words = ax.text(x + 0.5, bottom + 0.04, name, weight="bold", **look)
+        ax.annotate(textwrap.fill(stories[stage], 14), (0.5, -0.15), xycoords=words, **look)
+
+
+def _entries(cells: Sequence[Cell]) -> list[Patch]:
+    """Return the legend's entries for the statuses that occur."""
+    found = {cell.status for cell in cells}
+    return [
+        Patch(facecolor=STATUS_COLOURS[status], hatch=hatch, edgecolor="white", label=status)
+        for status, hatch in HATCHES.items()
+        if status in found
+    ]

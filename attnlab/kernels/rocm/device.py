@@ -212,17 +212,6 @@ def _without_includes(path: Path) -> str:
     return f'#line 1 "{FOLDER}/{path.name}"\n{text}'
 
 
-def times_adapted(root: Path) -> list[tuple[Adaptation, int]]:
-    """Return the adaptations that the vLLM at ``root`` needs, each with its number of matches."""
-    folder = root / FOLDER
-    file = next((folder / n for n in (SINGLE, KERNELS) if (folder / n).is_file()), None)
-    if file is None:
-        raise Unavailable(f"{root} has no {FOLDER} attention")
-    text = file.read_text()
-    counts = [(change, len(re.findall(change.pattern, text))) for change in ADAPTATIONS]
-    return [(change, times) for change, times in counts if times]
-
-
 DEVICE = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (

@@ -6,7 +6,7 @@ and unwritten elements have a colour outside the colour map and a hatch.
 
 from attnlab.show.plots.cache import plot_blocks, plot_cache
 from attnlab.show.plots.errors import plot_error, plot_seq_error
-from attnlab.show.plots.stages import plot_mla, plot_power, plot_stages, plot_story
+from attnlab.show.plots.stages import plot_mla, plot_power, plot_stages
 from attnlab.show.plots.weights import plot_law, plot_mask, plot_weights
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "plot_power",
     "plot_seq_error",
     "plot_stages",
-    "plot_story",
     "plot_weights",
 ]

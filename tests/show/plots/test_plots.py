@@ -25,7 +25,6 @@ from attnlab.show.plots import (
     plot_law,
     plot_seq_error,
     plot_stages,
-    plot_story,
     plot_weights,
 )
 from attnlab.show.plots.artists import AT_LIMIT, COLOURS, STATUS_COLOURS, ErrorScale
@@ -36,7 +35,7 @@ from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.case_call import longest_mask
 from attnlab.weights.xray import key_columns, law_points
 from study import plots as codes_of
-from study.plots import FLOOR, plot_fits, plot_formats, plot_merge, plot_sizes
+from study.plots import FLOOR, plot_fits, plot_formats, plot_merge, plot_sizes, plot_story
 
 LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))
 
