@@ -9,6 +9,7 @@ What is not listed here is refused.
 import operator
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -170,8 +171,8 @@ class Operations:
         known |= {"create_masked_load", "create_masked_store"}  # of the batch's memory
         for name in _ELEMENTWISE:
             if hasattr(builder, f"create_{name}"):
-                compute = getattr(builder, f"create_{name}")
-                scope.set_attr(builder, f"create_{name}", _same_rank(handle, compute))
+                compute = _same_rank(handle, getattr(builder, f"create_{name}"))
+                scope.set_attr(builder, f"create_{name}", self._direct(compute))
         for name in ("sdiv", "srem"):
             divide = getattr(builder, f"create_{name}")
             scope.set_attr(builder, f"create_{name}", _positive(divide))
@@ -200,17 +201,20 @@ class Operations:
     def _checked(self, make: Any) -> Any:
         """Return a ``tensor.__init__`` that checks the shape of each value against its type."""
 
-        known: dict[str, tuple[tuple[int, ...], int]] = {}
+        known: dict[str, tuple[Any, Any, Any, tuple[int, ...], int]] = {}
 
         def init(tensor: Any, handle: Any, type: Any) -> None:
-            make(tensor, handle, type)
-            if handle is None:  # of a store
-                return
             found = known.get(type.name)
             if found is None:
+                make(tensor, handle, type)
                 sizes = tuple(type.shape) if type.is_block() else ()
-                found = known[type.name] = sizes, int(np.prod(sizes, initial=1))
-            sizes, elements = found
+                elements = int(np.prod(sizes, initial=1))
+                found = tensor.shape, tensor.numel, tensor.dtype, sizes, elements
+                known[type.name] = found
+            tensor.handle, tensor.type = handle, type
+            tensor.shape, tensor.numel, tensor.dtype, sizes, elements = found
+            if handle is None:  # of a store
+                return
             shape, batch = shape_of(handle), running()
             if shape[1:] != sizes or (shape[0] != 1 and shape[0] != batch.size):
                 raise Refused(f"a value of shape {shape} for {batch.size} programs and {type.name}")
@@ -218,6 +222,27 @@ class Operations:
                 batch.check_size(elements)
 
         return init
+
+    def _direct(self, compute: Any) -> Any:
+        """Return an operation that calls a function of NumPy at once, if it is one on two arrays."""
+        interpreter, handle = self._interpreter, self._handle
+        try:
+            function = compute(_Asked(), _NO_DATA, _NO_DATA)
+        except Exception:
+            return compute
+        if not isinstance(function, np.ufunc):
+            return compute
+
+        def operation(builder: Any, left: Any, right: Any) -> Any:
+            one, other = left.data, right.data
+            if one.ndim != other.ndim or one.dtype.kind == "b":
+                return compute(builder, left, right)
+            data, dtype = function(one, other), left.dtype.scalar
+            if not interpreter._validate_np_data_size(data, dtype):
+                data = data.astype(interpreter._get_np_dtype(dtype))
+            return handle(data, dtype)
+
+        return operation
 
     def _transposed(self, tensor: Any) -> Any:
         tl, block = self._interpreter.tl, list(tensor.type.shape)
@@ -328,6 +353,17 @@ class Operations:
     def _assert(self, builder: Any, condition: Any, message: Any) -> None:
         if not running().live(condition.data).all():
             raise Refused("an assertion that fails")
+
+
+class _Asked:
+    """A builder that returns the function which an operation on two arrays applies."""
+
+    def binary_op(self, left: Any, right: Any, function: Any) -> Any:
+        """Return the function."""
+        return function
+
+
+_NO_DATA = SimpleNamespace(data=None, dtype=None)
 
 
 def _is_worth_it(parts: list[Any], shape: tuple[int, ...]) -> bool:
