@@ -51,6 +51,8 @@ EXPECTED = {
     "C21": FAILS,
     "C22": HOLDS,
 }
+
+
 @pytest.fixture(scope="module")
 def findings() -> dict[str, Finding]:
     """Judge all claims once, without the engine."""
