@@ -1,7 +1,4 @@
-"""Conversion between a pytest id of vLLM's attention tests and the fields of a Case.
-
-The four main tests of test_prefix_prefill.py are here, the others in :mod:`attnlab.case.pytest_id`.
-"""
+"""Conversion between a pytest id of vLLM's attention tests and the fields of a Case."""
 
 import random
 import re
@@ -136,9 +133,8 @@ def write(values: Values) -> dict[str, Any]:
         "ctx_lens": tuple(5 * i % block_size for i in range(count)),
         "num_blocks": values["num_blocks"] // 2,
     }
-    if (
-        values["kv_cache_dtype"] == "fp8"
-    ):  # the largest of its random numbers, about 4, divided by 64
+    # The largest of its random numbers, about 4, divided by 64.
+    if values["kv_cache_dtype"] == "fp8":
         fields |= {"kv_cache_dtype": "fp8", "k_scale": 0.0625, "v_scale": 0.0625}
     if values.get("kv_cache_layout") == "HND":
         fields["kv_layout"] = "HND"
@@ -220,7 +216,6 @@ _LITERALS = {"None": None, "True": True, "False": False}
 class UpstreamTest:
     """A test of vLLM in one of its releases.
 
-    - ``release``: where the parameters were read.
     - ``parameters``: their names in the order of the id, which is from the last decorator to the first.
     - ``lists``: the values of the parameters that an id writes as a name and a number.
     - ``fields``: makes the fields of the Case from the values.
@@ -440,8 +435,7 @@ def fields_of_test(name: str, words: list[str], test_id: str) -> dict[str, Any]:
             f"{len(form.parameters)} ({'-'.join(form.parameters)})" for form in forms
         )
         raise InvalidCase(
-            f"test_id must have as many parameters as in vLLM, {expected}, got {len(words)}: {test_id!r}",
-            field="test_id",
+            f"test_id must have as many parameters as in vLLM, {expected}, got {len(words)}: {test_id!r}"
         )
     try:
         values = form.values(words)
@@ -451,15 +445,14 @@ def fields_of_test(name: str, words: list[str], test_id: str) -> dict[str, Any]:
     except (TypeError, IndexError, ZeroDivisionError):
         expected = "-".join(form.parameters)
         raise InvalidCase(
-            f"test_id must have values as in vLLM for {expected}, got {test_id!r}", field="test_id"
+            f"test_id must have values as in vLLM for {expected}, got {test_id!r}"
         ) from None
     if len(forms) > 1:
         fields["release"] = form.release
     if missing := form.missing(values):
         raise InvalidCase(
             f"test_id must be of a test that a Case can describe, got {test_id!r}, which has {missing}; "
-            f"the nearest Case: {_flags(fields)}",
-            field="test_id",
+            f"the nearest Case: {_flags(fields)}"
         )
     return fields
 
@@ -486,8 +479,7 @@ def refuse_test(name: str, test_id: str, known: tuple[str, ...]) -> NoReturn:
         hint = f"describe the call with --op {op}, {flags}"
     tests = ", ".join(known)
     raise InvalidCase(
-        f"test_id must be of a test that becomes a Case, got {test_id!r}; {hint} (tests: {tests})",
-        field="test_id",
+        f"test_id must be of a test that becomes a Case, got {test_id!r}; {hint} (tests: {tests})"
     )
 
 
@@ -538,7 +530,11 @@ def fields_of(test_id: str) -> dict[str, Any]:
         raise InvalidCase(f"test_id must name a device like cuda:0, got {test_id!r}")
     for integer in _INTEGERS:
         if integer in names:
-            fields[integer] = _integer(integer, fields[integer], test_id)
+            word = fields[integer]
+            if not re.fullmatch(r"[0-9]{1,9}", word):
+                text = f"{integer} must be an integer, got {word!r} in test_id {test_id!r}"
+                raise InvalidCase(text)
+            fields[integer] = int(word)
     fields["dtype"] = _dtype(fields["dtype"], name, test_id)
     if fields["kv_cache_dtype"] == fields["dtype"]:
         fields["kv_cache_dtype"] = "auto"
@@ -564,7 +560,7 @@ def _split(test_id: str) -> tuple[str, list[str], bool]:
     match = _ID.fullmatch(test_id.strip())
     if match is None:
         form = f"test_contexted_kv_attention[{'-'.join(_PLAIN)}]"
-        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}", field="test_id")
+        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}")
     words = match["parameters"].split("-")
     if match["name"] in TESTS:
         return match["name"], words, False
@@ -574,17 +570,9 @@ def _split(test_id: str) -> tuple[str, list[str], bool]:
     return match["name"], words[1:] if words[0] in ("True", "False") else words, interleave_v
 
 
-def _integer(name: str, word: str, test_id: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", word):
-        text = f"{name} must be an integer, got {word!r} in test_id {test_id!r}"
-        raise InvalidCase(text, field=name)
-    return int(word)
-
-
 def _dtype(word: str, test: str, test_id: str) -> str:
     if word != "dtype0":
-        text = f"dtype must be dtype0, got {word!r} in test_id {test_id!r}"
-        raise InvalidCase(text, field="dtype")
+        raise InvalidCase(f"dtype must be dtype0, got {word!r} in test_id {test_id!r}")
     return "float32" if test.endswith("_f32") else "float16"
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,8 +31,6 @@ from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.features import lacks
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
-
-# The steps of a run, and the protocol of a function that displays them.
 
 T = TypeVar("T")
 STEPS = ("batch", "cache", "kernels", "reference", "compare")  # in the order of a run
@@ -166,8 +164,6 @@ class RunOptions:
     - ``argument_of``: the Case whose op argument is passed, or None (:mod:`attnlab.case.op_arguments`).
     - ``value_scale``: with which values are stored in a cache with a scale per token and head, in place of
       that of their numbers, [num_blocks, block_size, num_kv_heads] float32.
-    - ``on_step``: called before each step of a long run.
-    - ``on_notice``: called with a message before a run that will take minutes.
     """
 
     trace_reads: bool = False
@@ -176,7 +172,6 @@ class RunOptions:
     argument_of: Case | None = None
     value_scale: torch.Tensor | None = field(default=None, compare=False)
     on_step: OnStep = ignore_step
-    on_notice: Callable[[str], None] = lambda text: None
 
     @classmethod
     def of(cls, case: Case) -> "RunOptions":
@@ -196,7 +191,6 @@ class RunOutput:
     - ``log``: launches, int32 overflows, out-of-bounds accesses, LSE and padded rows. Its ``reads`` are
       valid if ``is_traced``.
     - ``is_traced``: whether Triton's interpreter recorded which slots were read.
-    - ``findings``: what the emulated device recorded, or None.
     """
 
     log: RunLog = field(default_factory=RunLog)
@@ -328,10 +322,7 @@ class Backend(ABC):
             refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
 
     def check_features(self, case: Case) -> None:  # noqa: B027
-        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks.
-
-        Unlike :meth:`check`, it does not ask what this machine can run.
-        """
+        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks."""
 
     def has_op(self, op: str) -> bool:
         """Answer whether these kernels have an op, of those that the backend knows."""

@@ -79,7 +79,6 @@ class Lab:
     reference, so a table of stages makes these once. Runs also share the rows of the modelled prefill
     kernel, as far as no field that reaches them differs. A shared product has the same bits as a new one.
 
-    - ``keep``: how many products of each kind to keep.
     - ``source``: the vLLM of the backends "vllm", "rocm" and "cuda": a wheel, an sdist or a checkout; None
       is the installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The
@@ -88,7 +87,6 @@ class Lab:
     - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.
     - ``on_step``: called with the name of each step of a run before it begins. None for a line in the cell
       of a notebook, if the cell runs long, and nothing elsewhere.
-    - ``on_notice``: called with a message before a run that will take minutes.
     """
 
     keep: int = 2
@@ -97,7 +95,6 @@ class Lab:
     runner: Backend | None = None
     is_native: bool | None = None
     on_step: OnStep | None = None
-    on_notice: Callable[[str], None] = lambda text: None
     shared: SharedProducts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -327,9 +324,7 @@ class Lab:
             self._run_prefill(case, call, target)
             kernels = tuple(name for name in kernels if name != PREFILL)
         on_step = self.on_step or cell_steps()
-        options = dataclasses.replace(
-            RunOptions.of(case), on_notice=self.on_notice, on_step=on_step
-        )
+        options = dataclasses.replace(RunOptions.of(case), on_step=on_step)
         return run_backend(backend, call, target, kernels, options)
 
     def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:
@@ -365,8 +360,6 @@ class Lab:
             finally:
                 seconds[step] = time.perf_counter() - start
 
-
-# Draw the batches of coming Cases in the background, while a Lab runs the Cases before them.
 
 _AHEAD = 2  # batches that wait for their Cases; a Lab must keep one more
 
@@ -415,8 +408,6 @@ def drawing_ahead(lab: Lab, cases: Sequence[Case]) -> Iterator[Iterator[Case]]:
         if thread.ident is not None:
             thread.join()
 
-
-# The table of stages: one Case in every stage of the test, on several platforms.
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
 

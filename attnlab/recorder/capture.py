@@ -50,8 +50,6 @@ from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
 from attnlab.tensors.call_file import moved
 
-# Recorded: one call as it was recorded, before it is converted to a KernelCall.
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Recorded:
@@ -61,7 +59,6 @@ class Recorded:
     - ``is_write``: whether it is a cache write. ``is_guess``: see :class:`RecordedOp`.
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
-    - ``rejection``: the error that the op raised, or "".
     - ``number``: that of the call in this process; other readings of it have the same.
     """
 
@@ -106,8 +103,6 @@ class Recorded:
         """Return what runs the call again in this process: the installed vLLM, or the function.
 
         None of a cache write.
-
-        Raises Unavailable for an op of vLLM that is not installed.
         """
         if self.is_write or self.function is None:
             return None
@@ -179,7 +174,6 @@ _inside = threading.local()
 class Calls(Sequence[KernelCall]):
     """The last calls that were recorded, as KernelCalls, the oldest first.
 
-    - ``keep``: the most calls that are kept. ``seen``: how many were recorded.
     - ``recorded``: the calls before they were converted and checked.
 
     Raises InvalidCall, when a call is read, if its arguments contradict each other.

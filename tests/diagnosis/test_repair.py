@@ -5,8 +5,10 @@ import shutil
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.claims import REPAIR, candidate
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
@@ -19,6 +21,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.lines import locate_lines
 from attnlab.diagnosis.repair_check import (
+    Proof,
     find_claim,
     varied_cases,
     with_contents,
@@ -131,6 +134,17 @@ def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
     repairs = locate_lines(lab, case, None, LIMIT).repairs
     assert [one.line[1] for one in repairs] == [line]
     assert find_claim(lab, case, repairs) is None
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+@pytest.mark.parametrize("was_right", [True, False])
+def test_a_fault_of_another_mask_refutes_no_edit(mask, was_right):
+    """The output is wrong with the edit; only of the same mask, or of a right output, that is its fault."""
+    edit, numbers = SimpleNamespace(), torch.zeros(2, 3)
+    runs = {None: (was_right, numbers), id(edit): (False, numbers + 1)}
+    proof = Proof(case=1, mask=mask, runs={("garbage", key): ran for key, ran in runs.items()})
+    is_refuted = repair_check._is_refuted(edit, proof, Proof(case=0, mask="causal"))
+    assert is_refuted == (was_right or mask == "causal")
 
 
 @pytest.mark.parametrize(

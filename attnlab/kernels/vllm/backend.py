@@ -46,7 +46,7 @@ from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import check_installed_pair
-from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, estimated_s, launching, needed
+from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.triton.run_log import RunLog, Watched
 from attnlab.kernels.vllm.features import (
     check_case,
@@ -92,9 +92,8 @@ def explained(error: Exception, op: str, source: Source) -> AttnLabError:
         return KernelFailed(one_line(root_of(error)))
     if is_stated(error, source):
         return KernelRejected(one_line(error))
-    if isinstance(
-        error, (*_STATED, ArithmeticError)
-    ):  # raised by Triton, or by the op's arithmetic
+    # Raised by Triton, or by the op's arithmetic.
+    if isinstance(error, (*_STATED, ArithmeticError)):
         return KernelFailed(one_line(error))
     return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
 
@@ -176,9 +175,6 @@ def check_fp8_format(case: Case) -> None:
         refuse("platform", f"one of {', '.join(others)} with FP8 on this GPU", case.platform)
 
 
-# What replaces ``ops.paged_attention_rocm`` in vLLM's Python code.
-
-
 def rocm_decode(
     call: KernelCall,
     target: Target,
@@ -225,7 +221,6 @@ def rocm_decode(
 
 
 ALL = Subset()
-_NOTICE_S = 60.0  # announce a run that takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,13 +342,6 @@ class VllmBackend(Backend):
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
     ) -> RunOutput:
         subset = _subset(options, call.num_queries_per_kv)
-        if self.device == "cpu":
-            seconds = estimated_s(call, tuple(kernels), subset)
-            if seconds > _NOTICE_S:
-                options.on_notice(
-                    f"about {seconds / 60:.0f} min under Triton's interpreter; "
-                    "--kv-head-range 0:1 runs one KV head, --seq-range 0:1 one sequence"
-                )
         log = run(
             call,
             target,

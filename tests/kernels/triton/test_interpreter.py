@@ -12,18 +12,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.errors import KernelFailed, Unavailable
-from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
-from attnlab.kernels.backend import RunOptions
+from attnlab.case.errors import KernelFailed
 from attnlab.kernels.child_process import run_in_copies
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.interpreter import load_triton
@@ -33,8 +28,6 @@ from attnlab.kernels.triton.patches import _broadcast, _computation_type
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.replay import Replay
 from attnlab.kernels.triton.run_log import Budget, TooLong, limited, limiting_reruns
-from attnlab.kernels.vllm.backend import VllmBackend
-from attnlab.kernels.vllm.source import Source
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:
@@ -194,35 +187,6 @@ def test_a_missing_triton_is_told() -> None:
         )
     assert "pip install 'attnlab[triton]'" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_long_run_gives_a_notice_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notice precedes the seed batch with all heads, but not with one head."""
-    notices: list[str] = []
-
-    def stop(*args: object) -> None:
-        raise Unavailable("enough")
-
-    source = Source(kind="wheel", path=Path("x"), root=Path("x"), version="0.33.0")
-    monkeypatch.setattr("attnlab.kernels.vllm.backend.find_source", lambda path: source)
-    monkeypatch.setattr("attnlab.kernels.vllm.backend.run", stop)
-    backend = VllmBackend(path=Path("x"), requested_device="cpu")
-    for heads, announced in ((None, 1), ((0, 1), 0)):
-        notices.clear()
-        case = Case(backend="vllm", kv_head_range=heads, platform="sm_90")
-        call = SimpleNamespace(
-            op=case.op,
-            key=torch.empty(1, case.num_kv_heads, 1),
-            num_queries_per_kv=1,
-            block_size=32,
-            query_lens=torch.tensor(case.lengths.query_lens),
-            seq_lens=torch.tensor(case.lengths.seq_lens),
-        )
-        options = dataclasses.replace(RunOptions.of(case), on_notice=notices.append)
-        with pytest.raises(Unavailable, match="enough"):
-            backend.run(call, Target.of(case), decide(case).kernels, options)
-        assert len(notices) == announced
-    assert not notices
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot fork here")
