@@ -42,7 +42,7 @@ def faulty_plan(folder: Path) -> Plan:
         assert old in text
         text = text.replace(old, new)
     backend = planted(folder, text)
-    return Plan(backend=backend, ops=backend.ops, cases=14)
+    return Plan(backend=backend, ops=backend.ops, cases=8)
 
 
 def checked(backend: Backend, cases: int = 8, platform: str = "sm_90", seed: int = 0):
