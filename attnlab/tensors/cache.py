@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -119,6 +119,7 @@ def distribution_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements that one generator draws
+_FEW = 1 << 18  # elements that are drawn before threads would start
 _PART = 1 << 18  # elements drawn at a time in float32: 1 MiB
 
 
@@ -243,9 +244,13 @@ def _draw(
         for i, chunk in enumerate(tensor.view(-1).split(_CHUNK))
     ]
     chunks.sort(key=lambda one: -len(one[0]))
+    draw = partial(_draw_chunk, case.distribution)
+    if sum(tensor.numel() for tensor in drawn) <= _FEW:
+        list(starmap(draw, chunks))
+        return drawn
     workers = min(len(chunks), os.cpu_count() or 1)
     with _one_thread_per_operation(), ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda one: _draw_chunk(one[0], one[1], case.distribution), chunks))
+        list(pool.map(draw, *zip(*chunks, strict=True)))
     return drawn
 
 
@@ -260,7 +265,7 @@ def _one_thread_per_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _draw_chunk(chunk: torch.Tensor, seed: int, distribution: str) -> None:
+def _draw_chunk(distribution: str, chunk: torch.Tensor, seed: int) -> None:
     """Draw a chunk, modifying it; in parts, so that the numbers stay in a core's cache.
 
     The parts do not change the numbers: torch draws them in order, normal ones 16 at a time, and the last

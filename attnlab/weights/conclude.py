@@ -24,6 +24,7 @@ from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import SlotOwners, num_slots
 from attnlab.weights.fit import (
+    SLACK,
     Law,
     Magnitudes,
     compare,
@@ -328,6 +329,7 @@ _NOTHING = Found(descriptions=(), tried=0)
 _ZERO_S = 2.0  # time for the search for a rule of rows of zeros
 _BE = {False: "is", True: "are"}
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
+_CLEAR = 2 * SLACK  # bounds; a rule leaves up to half of that
 _WEIGHTS_EACH = 8  # wrong weights for each part of a rule that one call shows
 _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a constant
 
@@ -465,17 +467,14 @@ def _judge(
         )
     ):
         kept, confirmed = second.confirmed(search, faults)
-        if confirmed is None and not _is_over_determined(usable, search.descriptions[0]):
-            words = (
-                f"cannot decide: the weights fit “{search.descriptions[0].text}”, but so few weights fit "
-                "other rules, too, and no other call confirms it"
-            )
+        first = search.descriptions[0].text
+        if why := _why_not_stated(usable, search.descriptions[0], confirmed):
+            words = f"cannot decide: the weights fit “{first}”, but {why}"
             return _Verdict(status="undecided", search=search, sentences=(words, *plain))
         if kept.descriptions:
             lines = (*_stated(kept, confirmed, setup), *plain)
             return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
         if not coarse:
-            first = search.descriptions[0].text
             words = f"cannot decide: the weights fit “{first}” here, but not in another case"
             return _Verdict(
                 status="undecided", search=kept, confirmed=False, sentences=(words, *plain)
@@ -487,6 +486,15 @@ def _judge(
         f"cannot decide: none of {search.tried} descriptions explains the weights within the bound"
     )
     return _Verdict(status="undecided", search=search, sentences=(words, *plain))
+
+
+def _why_not_stated(usable: UsableRows, one: Description, confirmed: bool | None) -> str:
+    """Return why a description that fits is not stated, or ""."""
+    if bool(explained(usable.setup, usable.measured, usable.expected, _CLEAR).all()):
+        return f"each is within {_CLEAR:g} bounds of the right weight, where other rules fit, too"
+    if confirmed is None and not _is_over_determined(usable, one):
+        return "so few weights fit other rules, too, and no other call confirms it"
+    return ""
 
 
 def _is_over_determined(usable: UsableRows, one: Description) -> bool:
