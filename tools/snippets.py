@@ -158,6 +158,11 @@ RULES = (
     ),
     Rule(pattern=r"failing_test && pytest", reason="", added="", marker="slow"),
     Rule(
+        pattern=r"^TRITON_INTERPRET=1 pytest --attnlab$",
+        reason="the tests here take long; a test that passes",
+        added="test_small.py",
+    ),
+    Rule(
         pattern=r"^attnlab run (?!.*(--query-lens|--source|--stages))",
         reason="the default is the size of the real test",
         added=SMALL,

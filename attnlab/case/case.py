@@ -7,32 +7,26 @@ Case. The lab has no other configuration.
 import dataclasses
 import json
 import random
-import shlex
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from attnlab.case.declaration import DTYPE_BYTES, FIELDS, CaseFields, field_type
+from attnlab.case.declaration import DTYPE_BYTES, CaseFields
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import is_plugin, refuse, suggestion
+from attnlab.case.fields import Declared, is_plugin, refuse
 from attnlab.case.masks import CAUSAL, MASK_DATA, MASKS
 from attnlab.case.op_arguments import NO_ARGUMENT, NONE, OP_ARGUMENTS, OpArgument
 from attnlab.case.ops import OPS, PREFILL, WRAPPER, Op
 from attnlab.case.platforms import PLATFORMS, STAGES, Platform, Stage
 from attnlab.case.pytest_id import fields_of
 
-# Lengths: token counts of the sequences of a batch.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Token counts of each sequence.
-
-    ``query_lens`` counts the new tokens, ``ctx_lens`` the tokens before them.
-    """
+    """Token counts of each sequence."""
 
     query_lens: tuple[int, ...]
     ctx_lens: tuple[int, ...]
@@ -97,9 +91,6 @@ def draw_lengths(
         query_lens[-1] = 1
     ctx_lens = [rng.randint(min(16, max_ctx_len), max_ctx_len) for _ in range(num_seqs)]
     return Lengths(query_lens=tuple(query_lens), ctx_lens=tuple(ctx_lens))
-
-
-# CaseQuantities: what follows from the fields of a Case.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -236,9 +227,6 @@ class CaseQuantities(CaseFields):
         return self.atol is not None or self.rtol > 0
 
 
-# Rules for the mask of a Case and its data, checked before anything is allocated.
-
-
 def check_mask(case: CaseQuantities) -> None:
     """Raise InvalidCase unless the op has the mask, other fields allow it, and its data fit the lengths."""
     mask = MASKS[case.mask]
@@ -294,9 +282,7 @@ def _check_ranges(case: CaseQuantities, rows: tuple[tuple[int, ...], ...]) -> No
     lens = case.lengths.seq_lens
     if len(rows) != len(lens) or len(rows[0]) % 2:
         text = f"mm_prefix_range must have one row per sequence ({len(lens)}), each of pairs first, last"
-        raise InvalidCase(
-            f"{text}, got {[list(row) for row in rows]!r:.80}", field="mm_prefix_range"
-        )
+        raise InvalidCase(f"{text}, got {[list(row) for row in rows]!r:.80}")
     for seq, (row, seq_len) in enumerate(zip(rows, lens, strict=True)):
         for i in range(0, len(row), 2):
             first, last = row[i : i + 2]
@@ -403,7 +389,7 @@ def _check_lengths(case: CaseQuantities) -> None:
     if (case.query_lens is None) != (case.ctx_lens is None):
         missing = "query_lens" if case.query_lens is None else "ctx_lens"
         other = "ctx_lens" if case.query_lens is None else "query_lens"
-        raise InvalidCase(f"{missing} must be given with {other}, got None", field=missing)
+        raise InvalidCase(f"{missing} must be given with {other}, got None")
     if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
         refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)
     room = case.blocks_per_seq * case.block_size
@@ -545,7 +531,7 @@ def _check_needs(case: CaseQuantities, argument: OpArgument) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Case(CaseQuantities):
+class Case(Declared, CaseQuantities):
     """One configuration of one attention call.
 
     The fields are declared in :mod:`attnlab.case.declaration`; their defaults are those of vLLM's
@@ -553,50 +539,16 @@ class Case(CaseQuantities):
     for values that contradict each other.
     """
 
+    _command = "run"
+
     def __post_init__(self) -> None:
         """Check every field by its type, then the rules between fields; raise InvalidCase."""
-        for name, field in FIELDS.items():
-            if (value := getattr(self, name)) is not field.default:
-                object.__setattr__(self, name, field_type(name).check(name, value))
+        Declared.__post_init__(self)
         check_rules(self)
-
-    def replace(self, **changes: Any) -> "Case":
-        """Return a Case with ``changes``; raise InvalidCase as the constructor does."""
-        same = {name: getattr(self, name) for name in FIELDS}
-        if all(name in same and _is_same(value, same[name]) for name, value in changes.items()):
-            return self
-        return Case.from_dict({**same, **changes})
-
-    def changes(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        return {
-            name: getattr(self, name)
-            for name, field in FIELDS.items()
-            if getattr(self, name) != field.default
-        }
 
     def to_json(self) -> str:
         """Return every field as one JSON object."""
         return json.dumps(dataclasses.asdict(self))
-
-    def to_cli(self) -> str:
-        """Return the command line that runs this Case."""
-        words = ["attnlab", "run"]
-        for name, value in self.changes().items():
-            words += ["--" + name.replace("_", "-"), field_type(name).text(value)]
-        return shlex.join(words)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Case":
-        """Return the Case of a mapping; raise InvalidCase for a name that is not a field."""
-        for name in fields:
-            if name not in FIELDS:
-                shown = " ".join(str(name).split())
-                hint = suggestion(shown, FIELDS)
-                raise InvalidCase(
-                    f"{shown} is not a field of a Case{hint}; it has {', '.join(FIELDS)}"
-                )
-        return cls(**fields)
 
     def reduced(self) -> "Case":
         """Return the Case of a smaller draw: 8 heads, or those of one KV head if more; lengths up to 128."""
@@ -622,20 +574,8 @@ class Case(CaseQuantities):
         return cls.from_dict({**fields_of(test_id), **changes})
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Answer whether a value of a field is another one, of its type, too."""
-    is_plain = type(value) is type(other) and not isinstance(value, tuple)
-    return value is other or (is_plain and bool(value == other))
-
-
-# Accept a Case or a pytest id as the first argument of a public function.
-
-
 def as_case(case: Case | str, **changes: Any) -> Case:
-    """Return the Case, or the Case of a pytest id of vLLM, with ``changes`` to its fields.
-
-    Raises InvalidCase for an id that is not known, and for a change that is not allowed.
-    """
+    """Return the Case, or the Case of a pytest id of vLLM, with ``changes`` to its fields."""
     if isinstance(case, str):
         case = Case.from_test_id(case)
     elif not isinstance(case, Case):

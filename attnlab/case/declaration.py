@@ -59,10 +59,7 @@ _data = group("data and comparison")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CaseFields(Shown):
-    """The fields of a Case; :class:`attnlab.case.case.Case` checks them.
-
-    The defaults are those of vLLM's tests/kernels/attention/test_prefix_prefill.py.
-    """
+    """The fields of a Case; :class:`attnlab.case.case.Case` checks them."""
 
     op: str = _test(
         DEFAULT_OP, OpName(VLLM_OPS), "operation of vLLM to call, or of another library"

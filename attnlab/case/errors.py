@@ -1,6 +1,7 @@
 """The errors that the lab raises on purpose. All derive from AttnLabError."""
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,15 +18,20 @@ class OneLine(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+_NAMED = re.compile(r"([\w-]+)(?:[.[]\S*)? must ")
+
+
 class InvalidValue(AttnLabError, ValueError):
     """A value is not allowed.
 
-    ``field`` is the name of the field or argument, without an index; None if there is no single one.
+    ``field`` is the name of the field or argument, without an index: the first word of a text "name must …"
+    unless it is given; None if there is no single one.
     """
 
     def __init__(self, text: str, *, field: str | None = None) -> None:
         super().__init__(text)
-        self.field = field
+        match = _NAMED.match(text)
+        self.field = match[1] if field is None and match else field
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), str(self), self.field)
@@ -76,8 +82,6 @@ class VerdictFailed(OneLine, AttnLabError, AssertionError):
     """A notebook's verdict differs from the expected one."""
 
 
-# Extras: the optional packages of attnlab, and the error that names the extra to install.
-
 # The extra of pyproject.toml that installs each package that code of attnlab imports.
 _PACKAGES = {
     "lab": (
@@ -103,10 +107,7 @@ EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in
 
 @contextmanager
 def named_extra(what: str) -> Iterator[None]:
-    """Raise Unavailable, with the extra to install, if the block misses a package of an extra.
-
-    ``what`` is what needs it, for example "attnlab investigate".
-    """
+    """Raise Unavailable, with the extra to install, if the block misses a package of an extra."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -12,15 +12,15 @@ import json
 import math
 import re
 import reprlib
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.shown import json_fields
 from attnlab.library.op import Package, libraries, package_of, package_of_module
-
-# Suggest the allowed value that a wrong one was probably meant to be.
 
 # Names in use elsewhere, lower case, and what a Case calls them.
 _GPUS = {
@@ -57,10 +57,7 @@ _NEAR = {
 
 
 def suggestion(word: object, allowed: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the nearest of the allowed values, or "" if none is near.
-
-    Releases are compared as versions, names by their common letters and by a table of synonyms.
-    """
+    """Return "; did you mean …?" with the nearest of the allowed values, or "" if none is near."""
     if not isinstance(word, str):
         return ""
     known = [name for name in allowed if isinstance(name, str)]
@@ -121,15 +118,12 @@ def difference(release: str) -> str:
 
 
 def refuse(name: str, allowed: str, value: object, hint: str = "") -> NoReturn:
-    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``", and a hint after it.
-
-    The error's ``field`` is ``name`` without an index.
-    """
+    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``", and a hint after it."""
     try:
         shown = " ".join(reprlib.repr(value).split())
     except ValueError:  # an integer with more digits than Python converts
         shown = "a very large integer"
-    raise InvalidCase(f"{name} must be {allowed}, got {shown}{hint}", field=name.partition("[")[0])
+    raise InvalidCase(f"{name} must be {allowed}, got {shown}{hint}")
 
 
 class FieldType(Protocol):
@@ -242,10 +236,7 @@ def library_of(backend: str) -> str | None:
 
 
 def package_of_backend(backend: str) -> Package | None:
-    """Return the package whose source a backend runs; that of "MODULE:FUNCTION(…)" has no record.
-
-    Raises InvalidCase for a library that attnlab has no records of.
-    """
+    """Return the package whose source a backend runs; that of "MODULE:FUNCTION(…)" has no record."""
     if (library := library_of(backend)) is not None:
         if library not in libraries():
             refuse("library", f"one of {', '.join(libraries())}", library)
@@ -271,8 +262,7 @@ def check_plugin_file(backend: str) -> Path:
     path = Path(split_mapping(backend)[0].rpartition(":")[0]).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise InvalidCase(
-            f"backend must be FILE.py:FUNCTION of a file that exists, got {backend!r}",
-            field="backend",
+            f"backend must be FILE.py:FUNCTION of a file that exists, got {backend!r}"
         )
     return path
 
@@ -458,11 +448,7 @@ class Maybe:
 
 
 def group(title: str) -> Callable[[Any, FieldType, str], Any]:
-    """Return the function that declares a field of a Case in the group ``title``.
-
-    It takes the field's default, type and help text. A group is a section of the help text and of the
-    panels.
-    """
+    """Return the function that declares a field of a Case in the group ``title``."""
 
     def declare(default: Any, kind: FieldType, text: str) -> Any:
         return dataclasses.field(
@@ -470,3 +456,68 @@ def group(title: str) -> Callable[[Any, FieldType, str], Any]:
         )
 
     return declare
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Answer whether a value of a field is another one, of its type, too."""
+    is_plain = type(value) is type(other) and not isinstance(value, tuple)
+    return value is other or (is_plain and bool(value == other))
+
+
+class Declared:
+    """A frozen dataclass whose fields :func:`group` declares: they are checked, and have texts and flags.
+
+    ``_command``: the command whose flags they are.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]
+    _command: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check every field by its type, then the rules between fields; raise InvalidCase."""
+        for name, one in self.__dataclass_fields__.items():
+            if (value := getattr(self, name)) is not one.default:
+                object.__setattr__(self, name, one.metadata["kind"].check(name, value))
+        for name, is_wrong, allowed in self._rules():
+            if is_wrong:
+                refuse(name, allowed, getattr(self, name))
+
+    def _rules(self) -> Iterable[tuple[str, bool, str]]:
+        """Yield fields, whether their value is wrong, and what is allowed."""
+        return ()
+
+    def changes(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        fields = self.__dataclass_fields__.items()
+        values = {name: getattr(self, name) for name, one in fields}
+        return {name: values[name] for name, one in fields if values[name] != one.default}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the object with ``changes``; raise InvalidCase as the constructor does."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if all(name in own and _is_same(value, own[name]) for name, value in changes.items()):
+            return self
+        return self.from_dict({**own, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as a value of strict JSON."""
+        return json_fields(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the object of a mapping; raise InvalidCase for a name that is not a field."""
+        for name in fields:
+            if name not in (known := cls.__dataclass_fields__):
+                shown = " ".join(str(name).split())
+                hint = f"{suggestion(shown, known)}; it has {', '.join(known)}"
+                raise InvalidCase(f"{shown} is not a field of {cls.__name__}{hint}", field=shown)
+        return cls(**fields)
+
+    def to_cli(self) -> str:
+        """Return the command line that runs it."""
+        words = ["attnlab", self._command]
+        for name, value in self.changes().items():
+            kind = self.__dataclass_fields__[name].metadata["kind"]
+            words += ["--" + name.replace("_", "-"), kind.text(value)]
+        return shlex.join(words)

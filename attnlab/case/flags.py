@@ -164,8 +164,6 @@ def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-# Parameters of notebooks: reading their defaults, checking values, and assigning them to notebooks.
-
 _INJECTED = "# Parameters\n"  # first line of the cell that papermill inserts
 
 
@@ -182,19 +180,14 @@ _KINDS: dict[type, FieldType] = {bool: Flag(), int: _Whole(-(2**31)), float: Num
 
 
 def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """Return for each notebook those of the parameters that it has, checked.
-
-    Raises InvalidCase if no notebook has a parameter, if a value has the wrong type, and if the values
-    of a notebook contradict each other.
-    """
+    """Return for each notebook those of the parameters that it has, checked."""
     known = {path: read_parameters(path) for path in paths}
     everywhere = set().union(*known.values())
     for name in parameters:
         if name not in everywhere:
             known_names = ", ".join(sorted(everywhere)) or "none"
             raise InvalidCase(
-                f"parameter must be one that a notebook has ({known_names}), got {name!r}",
-                field="parameter",
+                f"parameter must be one that a notebook has ({known_names}), got {name!r}"
             )
     shared = {
         path: {
@@ -227,20 +220,13 @@ def read_parameters(path: Path) -> dict[str, Any]:
 
 
 def check_injected(cells: Sequence[str]) -> None:
-    """Raise InvalidCase if papermill got a parameter that the notebook does not have.
-
-    `cells` are the sources of the cells that have run. papermill would define such a parameter, and no
-    cell would read it.
-    """
+    """Raise InvalidCase if papermill got a parameter that the notebook does not have."""
     for place, source in enumerate(cells[1:], 1):
         if source.startswith(_INJECTED):
             known = _assigned(cells[place - 1])
             for name in _assigned(source):
                 if name not in known:
-                    raise InvalidCase(
-                        f"parameter must be one of {', '.join(known)}, got {name!r}",
-                        field="parameter",
-                    )
+                    raise InvalidCase(f"parameter must be one of {', '.join(known)}, got {name!r}")
             return
 
 

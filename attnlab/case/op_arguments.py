@@ -16,8 +16,6 @@ from typing import Any
 
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
 
-# OpArgument and ScaledCache: what is declared about an op argument (:mod:`attnlab.case.op_arguments`).
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledCache:

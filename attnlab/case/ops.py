@@ -28,8 +28,7 @@ def check_weighs_values(op: Op) -> None:
     if op.writes_cache:
         raise InvalidCase(
             f"op must be an attention op, got {op.name}: it weighs no values, so there are no weights; "
-            "attnlab run compares the cache that it writes",
-            field="op",
+            "attnlab run compares the cache that it writes"
         )
 
 

@@ -25,8 +25,7 @@ def check_output_file(path: Path, field: str | None = None, suffixes: Sequence[s
     name = str(path) if field is None else field.replace("_", "-")
     got = "" if field is None else f", got {path}"
     if suffixes and path.suffix.lower() not in suffixes:
-        text = f"{name} must be a file that ends with {suffixes[0]}{got}"
-        raise InvalidCase(text, field=field)
+        raise InvalidCase(f"{name} must be a file that ends with {suffixes[0]}{got}", field=field)
     target = path.resolve()
     if not target.parent.is_dir():
         raise InvalidCase(f"{name} must be in an existing folder{got}", field=field)
@@ -49,7 +48,7 @@ def make_output_folder(path: Path, field: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         text = f"{field} must be a folder that can be created, got {path}: {why}"
-        raise InvalidCase(text, field=field) from error
+        raise InvalidCase(text) from error
 
 
 @contextmanager

@@ -74,9 +74,6 @@ def machine_platform() -> str | None:
     return found if found in PLATFORMS else None
 
 
-# Stages: the states of vLLM's test while its failure was investigated.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """How a test makes its index tensors, and which tokens it writes to the cache.
@@ -86,7 +83,6 @@ class Stage:
     - ``fill``: the tokens in the cache before the call, see :meth:`attnlab.case.case.Lengths.cached_lens`.
     - ``wrapper_cast``: the op's Python wrapper converts the index tensors to int32. This was proposed,
       not merged.
-    - ``story``: what the stage is, for a person.
     """
 
     story: str

@@ -77,10 +77,7 @@ def json_number(value: float) -> float | str:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value as strict JSON has it, at any depth of dicts, lists, tuples and dataclasses.
-
-    Tuples become lists, a dataclass its ``to_dict`` or its fields. Other values are returned as they are.
-    """
+    """Return a value as strict JSON has it, at any depth of dicts, lists, tuples and dataclasses."""
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, Mapping):

@@ -218,6 +218,7 @@ KNOBS = (
         prefix_and_window=_mask("prefix_and_window", sliding_window=6),
         chunks=_mask("chunks", sliding_window=16),
         tree=_mask("tree"),
+        tree_in_window=_mask("tree", sliding_window=7),
     ),
     _knob(
         CACHE,

@@ -10,12 +10,11 @@ from typing import Any
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
+from attnlab.case.machine import cores, total_bytes
 from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.library.op import package_of
 from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words
-
-# Sheets of a catalogue: a table of all entries, and the facts of one.
 
 
 def list_sheet(
@@ -115,8 +114,6 @@ def _stages(args: argparse.Namespace) -> int:
     return _print(args, "stage", entries, ("meaning", "query_start_loc", "fill"))
 
 
-# The command ``attnlab env``.
-
 _PACKAGES = ("torch", "triton", "numpy")
 
 
@@ -130,8 +127,8 @@ def environment() -> dict[str, Any]:
         "vllm": _vllm(),
         "gpu": _gpu(),
         "compiler": _compiler(),
-        "cores": _cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "cores": cores(),
+        "memory_gib": round(total_bytes() / 2**30, 1),
         "cache_folder": _cache_folder(),
     }
 
@@ -179,13 +176,6 @@ def _compiler() -> str:
     return f"{compiler.command}: {lines[0]}"
 
 
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _cache_folder() -> str:
     from attnlab.kernels.cache_folder import cache_folder
 
@@ -203,9 +193,6 @@ def _env(args: argparse.Namespace) -> int:
         return 0
     show(one_sheet("environment", f"attnlab {__version__}", facts))
     return 0
-
-
-# The command ``attnlab fetch``.
 
 
 @runs("fetch")

@@ -60,7 +60,7 @@ def _check_states(args: argparse.Namespace) -> int:
     COMMANDS["check"].add_flags(parser)
     for name, default in vars(parser.parse_args([])).items():
         if name not in allowed and getattr(args, name) != default:
-            raise InvalidCase(f"{name} must not be given with {args.library}", field=name)
+            raise InvalidCase(f"{name} must not be given with {args.library}")
     from attnlab.kernels.vllm.source import source_path
     from attnlab.linear.state_check import check_states
 
@@ -120,12 +120,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_run_flags(args)
     has_library = args.kernel is None and (args.source or args.installed)
     if args.report is not None and (args.csrc or not has_library):
-        raise InvalidCase(
-            "report must be given with a library: --source PATH or --installed", field="report"
-        )
-    if (
-        args.known is not None and args.kernel is None
-    ):  # the op of a kernel is known once it is loaded
+        raise InvalidCase("report must be given with a library: --source PATH or --installed")
+    # The op of a kernel is known once it is loaded.
+    if args.known is not None and args.kernel is None:
         read_known(args.known)
     check_ci_files(args)
     if args.out is not None:

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
-TABLE = tomllib.loads(
-    (files(__package__) / "commands.toml").read_text(encoding="utf-8")
-)  # of the command line
+# Of the command line.
+TABLE = tomllib.loads((files(__package__) / "commands.toml").read_text(encoding="utf-8"))
 BAD_INPUT = "2 bad input"
 MOST_FLAGS = 10
 _MOST_NOTES = 6  # lines; --help-all shows longer ones, such as what --json prints
@@ -187,19 +186,13 @@ def _add_entries(group: Any, entries: Mapping[str, Any], text: str = "") -> None
             flag(group, spec, options.pop("help").replace("{}", text), **options)
 
 
-# What commands print: a document or a sheet on standard output, everything else on standard error.
-
-
 def errors() -> "Console":
     """Return the console of standard error."""
     return _console(stderr=True, soft_wrap=True)
 
 
 def _console(**options: Any) -> "Console":
-    """Return a console that raises if its pipe is closed; rich would end the process with exit code 1.
-
-    rich is imported here, because a wrong argument and --help need none of it.
-    """
+    """Return a console that raises if its pipe is closed; rich would end the process with exit code 1."""
     from rich.console import Console
 
     class Output(Console):
@@ -215,10 +208,7 @@ def print_json(document: Any) -> None:
 
 
 def show(noun: Shown, note: str = "") -> None:
-    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says.
-
-    ``note`` is added to its first line.
-    """
+    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says."""
     from attnlab.show.sheets import WIDTH, sheet_of, text
 
     if note:
@@ -292,9 +282,6 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         yield update
 
 
-# What commands write to be sent: a page and a comment.
-
-
 def check_share_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a file that cannot be written, before anything runs."""
     if args.html is not None:
@@ -342,9 +329,7 @@ def read_notes(words: Sequence[str]) -> dict[str, str]:
     for name, text in found.items():
         if name not in NOTES or not isinstance(text, str):
             allowed = ", ".join(NOTES)
-            raise InvalidCase(
-                f"note must be a text of {allowed}, got {name}={text!r}", field="note"
-            )
+            raise InvalidCase(f"note must be a text of {allowed}, got {name}={text!r}")
     return found
 
 
@@ -358,9 +343,6 @@ def _without_files(argv: Sequence[str]) -> str:
         elif not equals:
             next(words, None)
     return shlex.join(kept)
-
-
-# The Case, the source and the Lab that several commands take from their flags.
 
 
 def case_of_flags(args: argparse.Namespace) -> Case:
@@ -476,7 +458,7 @@ def take_foreign_op(args: argparse.Namespace) -> None:
     if not any(":" in op for op in ops):
         if args.map is not None and not (args.maps_call and args.call):
             of_call = " or with a call" if args.maps_call else ""
-            raise InvalidCase(f"map must be given with op MODULE:FUNCTION{of_call}", field="map")
+            raise InvalidCase(f"map must be given with op MODULE:FUNCTION{of_call}")
         return
     if len(ops) > 1:
         raise InvalidCase("op MODULE:FUNCTION must be the only op", field="op")
@@ -528,8 +510,7 @@ def case_with_source(args: argparse.Namespace) -> Case:
     package = package_of_backend(backend)
     if args.source is not None and package is None:
         raise InvalidCase(
-            f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
-            field="source",
+            f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda"
         )
     if args.source is not None and package is not None:
         from attnlab.kernels.vllm.source import find_source, source_path
@@ -554,10 +535,7 @@ def notice_binding(backend: "Backend") -> None:
 
 
 def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
-    """Return a Lab with the source and the device of the flags.
-
-    Prints how the source's release differs from the rules that are used for it.
-    """
+    """Return a Lab with the source and the device of the flags."""
     from attnlab.lab.lab import Lab
 
     package = package_of_backend(args.field_backend or "vllm")

@@ -44,11 +44,9 @@ def _run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     make_output_folder(args.out, "out")
     kernel, line = plant(args.out)
-    spec, call_file, page_file = (
-        f"{kernel}:paged_attention",
-        args.out / "call.safetensors",
-        args.out / "page.html",
-    )
+    spec = f"{kernel}:paged_attention"
+    call_file = args.out / "call.safetensors"
+    page_file = args.out / "page.html"
     _say(args, f"1. planted in {kernel}, line {line}: `{WRONG}` instead of `{RIGHT}`")
     found = _diagnosed(args, spec, call_file, page_file)
     is_found = found.repair is not None and found.repair.line == line

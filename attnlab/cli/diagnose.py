@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
     if args.map is not None and args.call is None:
-        raise InvalidCase("map must be given with call, got no call", field="map")
+        raise InvalidCase("map must be given with call, got no call")
     if args.call is not None:
         check_input_path(args.call)
     elif args.output_file is not None:
@@ -144,13 +144,10 @@ def _page(args: argparse.Namespace) -> int:
     return code
 
 
-# The command ``attnlab xray``.
-
-
 def _checked_case(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
     if not args.limit_s > 0:
-        raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
+        raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}")
     command.check_share_flags(args)
     if args.picture is not None:
         check_output_file(args.picture, "picture", (".png",))

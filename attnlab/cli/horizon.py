@@ -25,7 +25,7 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(f"{name:20s}{source}" for name, source in SOURCES.items()))
         return 0
     if args.source is None:
-        raise InvalidCase("source must be given, but with --deployment list", field="source")
+        raise InvalidCase("source must be given, but with --deployment list")
     if args.op and args.kernel:
         raise InvalidCase("op and kernel must not both be given", field="kernel")
     command.check_share_flags(args)

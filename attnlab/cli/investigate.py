@@ -151,21 +151,16 @@ def _investigate(args: argparse.Namespace) -> int:
     return exit_code(results)
 
 
-# The command ``attnlab new-investigation``.
-
-
 @runs("new-investigation")
 def _new(args: argparse.Namespace) -> int:
     folder, start = args.notebooks_folder or _NOTEBOOKS, args.start
     if not folder.is_dir():
-        text = f"notebooks-folder must be a folder, got {folder}"
-        raise InvalidCase(text, field="notebooks-folder")
+        raise InvalidCase(f"notebooks-folder must be a folder, got {folder}")
     is_id = "[" in start or start.startswith("test_")
     if args.full and not is_id:
-        raise InvalidCase("full must be given with a pytest id", field="full")
+        raise InvalidCase("full must be given with a pytest id")
     if not (is_id or is_plugin(start) or Path(start).expanduser().exists()):
-        text = f"from must be a call, a Case, a pytest id or a kernel, got {start!r}"
-        raise InvalidCase(text, field="from")
+        raise InvalidCase(f"from must be a call, a Case, a pytest id or a kernel, got {start!r}")
 
     check_installed("attnlab new-investigation", "nbclient", "ipykernel")
     from attnlab.replay.new_investigation import next_notebook, read_start, write_notebook
@@ -185,9 +180,6 @@ def _new(args: argparse.Namespace) -> int:
         again = f"attnlab investigate {path.stem[:2]}{flags}"
         print(f"{found.sentences[0]}\nwritten: {path}\nrun it again: {again}")
     return 0
-
-
-# The command ``attnlab claims``.
 
 
 @runs("claims")

@@ -75,8 +75,6 @@ def _list_faults(faults: dict[str, dict[str, Any]], as_json: bool) -> int:
     return 0
 
 
-# The command ``attnlab writes``.
-
 _BACKENDS = ("vllm", "model")
 
 
@@ -94,9 +92,6 @@ def _writes(args: argparse.Namespace) -> int:
     report = check_writes(backend=args.backend, source=args.source)
     put(report, args.json)
     return 1 if report.findings else 3 if report.unavailable else 0
-
-
-# The command ``attnlab linear``.
 
 
 @runs("linear", fields=STATE_FIELDS)

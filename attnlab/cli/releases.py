@@ -87,10 +87,7 @@ def _run(args: argparse.Namespace) -> int:
 def _gpu(
     is_wanted: bool, engine: str | None, stop: "Stop"
 ) -> "AbstractContextManager[Engine | None]":
-    """Return the engine of this machine's GPUs, if it is wanted, with as many workers as a local engine.
-
-    Raises Unavailable if there is no GPU.
-    """
+    """Return the engine of this machine's GPUs, if it is wanted, with as many workers as a local engine."""
     if not is_wanted:
         return nullcontext()
     import torch
@@ -135,9 +132,7 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
 def _of_index(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of the releases of the package index."""
     if args.releases is None:
-        raise InvalidCase(
-            "releases must be FIRST..LAST, or --sources must be given", field="releases"
-        )
+        raise InvalidCase("releases must be FIRST..LAST, or --sources must be given")
     return ops_of_releases(args.releases, package_of(args.library))
 
 
@@ -172,10 +167,7 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def sources_in(folder: Path, package: Package) -> dict[str, Path]:
-    """Return the releases of a package in a folder, by version; print what else is in it.
-
-    Raises InvalidCase for an archive of another package, a release that is there twice, and no release.
-    """
+    """Return the releases of a package in a folder, by version; print what else is in it."""
     from attnlab.kernels.vllm.source import find_source
 
     found: dict[str, Path] = {}
@@ -192,7 +184,7 @@ def sources_in(folder: Path, package: Package) -> dict[str, Path]:
             text = (
                 f"sources must have each release once, got {version} in {found[version]} and {path}"
             )
-            raise InvalidCase(text, field="sources")
+            raise InvalidCase(text)
         found[version] = path
     if not found:
         refuse("sources", f"a folder with releases of {package.title}", str(folder))
@@ -212,9 +204,6 @@ def _ends(text: str) -> tuple[str, str]:
     if order(first) > order(last):
         refuse("releases", "FIRST..LAST with FIRST not after LAST", text)
     return first, last
-
-
-# The command ``attnlab atlas``.
 
 
 @runs("atlas")
@@ -317,7 +306,7 @@ def _merge(args: argparse.Namespace) -> int:
     command = header["command"]
     for field, owners in _OWNERS.items():
         if getattr(args, field) is not None and command not in owners:
-            raise InvalidCase(f"{field} must not be given with {command}", field=field)
+            raise InvalidCase(f"{field} must not be given with {command}")
     runs = {
         "check": _check_of_shards,
         "power": _power_of_shards,

@@ -91,7 +91,7 @@ def _probe(args: argparse.Namespace) -> int:
     command.check_share_flags(args)
     targets = _targets(args)
     if len(targets) > 1:
-        raise InvalidCase("probe must be given with one source or backend", field="probe")
+        raise InvalidCase("probe must be given with one source or backend")
     call, case, given = read_given(args)
 
     from attnlab.replay.probe import probe
@@ -139,14 +139,11 @@ def _replay_replay(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-# The command ``attnlab shrink``.
-
-
 @runs("shrink")
 def _shrink(args: argparse.Namespace) -> int:
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
     if not seconds > 0:
-        raise InvalidCase(f"seconds must be positive, got {seconds:g}", field="seconds")
+        raise InvalidCase(f"seconds must be positive, got {seconds:g}")
     out = args.out or Path(f"{args.call.stem}-small.safetensors")
     if out.suffix == ".py":
         refuse("out", "a file that does not end with .py, which is the script's name", str(out))
@@ -247,12 +244,13 @@ def smallest_script(
 _UNCHECKED = 3
 
 
-def _settings(args: argparse.Namespace) -> CaptureSettings:
+@runs("capture")
+def _capture(args: argparse.Namespace) -> int:
     ranges = {
         name: None if getattr(args, name) is None else parse_range(name, getattr(args, name))
         for name in ("layer", "step", "rank")
     }
-    return CaptureSettings(
+    settings = CaptureSettings(
         out=str(args.out.resolve()),
         **ranges,
         max_bytes=parse_bytes("max-bytes", args.max_bytes),
@@ -260,15 +258,10 @@ def _settings(args: argparse.Namespace) -> CaptureSettings:
         rows=parse_count("rows", args.rows),
         heads=parse_count("heads", args.heads),
     )
-
-
-@runs("capture")
-def _capture(args: argparse.Namespace) -> int:
-    settings = _settings(args)
     command.check_share_flags(args)
     words = args.run[1:] if args.run[:1] == ["--"] else args.run
     if args.run and not words:
-        raise InvalidCase("command must be given after --, got none", field="command")
+        raise InvalidCase("command must be given after --, got none")
     code = None
     if words:
         from attnlab.serving.plugin import run_command
@@ -278,13 +271,16 @@ def _capture(args: argparse.Namespace) -> int:
     if command.is_shared(args):
         command.share(args, report, pictures=_pictures(report), cause=report.conclusion())
     put(report, args.json)
-    return _exit_code(report)
+    if report.is_wrong:
+        return 1
+    if report.exit_code:
+        return report.exit_code
+    return 0 if report.has_checked else _UNCHECKED
 
 
 def _report(folder: Path, code: int | None) -> "CaptureReport":
     if not folder.is_dir():
-        text = f"out must be a folder with records of a capture, got {folder}"
-        raise InvalidCase(text, field="out")
+        raise InvalidCase(f"out must be a folder with records of a capture, got {folder}")
     from attnlab.serving.report import read_report, with_diagnoses
 
     report = read_report(folder, exit_code=code)
@@ -300,12 +296,3 @@ def _pictures(report: "CaptureReport") -> "tuple[Picture, ...]":
 
     calls = [found.call for found in report.found if found.call]
     return call_pictures(KernelCall.load(Path(report.folder) / calls[0])) if calls else ()
-
-
-def _exit_code(report: "CaptureReport") -> int:
-    """Return 1 if something is wrong, else the command's own code, else whether anything was checked."""
-    if report.is_wrong:
-        return 1
-    if report.exit_code:
-        return report.exit_code
-    return 0 if report.has_checked else _UNCHECKED

@@ -35,8 +35,6 @@ from attnlab.cli.command import (
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 
-# Run a Case in a child process, with a limit for the time that its kernels take.
-
 _POLL_S = 0.1
 _KERNELS = "kernels"  # the step of a Lab that has the limit
 Work = Callable[[argparse.Namespace, Case, Callable[..., None]], int]
@@ -76,11 +74,6 @@ def run_limited(work: Work, args: argparse.Namespace, case: Case, seconds: float
         process.kill()
         process.join()
         receiver.close()
-    return _rejected(args, case, text)
-
-
-def _rejected(args: argparse.Namespace, case: Case, text: str) -> int:
-    """Print that the call was rejected."""
     if args.json:
         print_json({"status": "rejected", "error": text, "run": case.to_cli()})
     else:
@@ -105,9 +98,6 @@ def _work(sender: Any, work: Work, args: argparse.Namespace, case: Case) -> None
         sender.send(code)
 
 
-# The command ``attnlab explain``.
-
-
 @runs("explain")
 def _explain(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
@@ -115,9 +105,6 @@ def _explain(args: argparse.Namespace) -> int:
     decision = decide(case_of_flags(args))
     put(decision, args.json)
     return 0
-
-
-# The command ``attnlab decode-error``.
 
 
 @runs("decode-error")
@@ -158,11 +145,11 @@ def _run_case(args: argparse.Namespace) -> int:
     if args.save_call is not None:
         _check_save_call(args, case)
     if args.platforms is not None and not args.stages:
-        raise InvalidCase("platforms must be given with --stages", field="platforms")
+        raise InvalidCase("platforms must be given with --stages")
     if args.seconds is not None and args.stages:
-        raise InvalidCase("seconds must not be given with stages", field="seconds")
+        raise InvalidCase("seconds must not be given with stages")
     if args.against and args.stages:
-        raise InvalidCase("against must not be given with stages", field="against")
+        raise InvalidCase("against must not be given with stages")
     args.against = _changes(args.against or ())
     platforms = [] if args.platforms is None else args.platforms.split(",")
     for platform in platforms:
@@ -182,7 +169,7 @@ def _run_case(args: argparse.Namespace) -> int:
 def _check_save_call(args: argparse.Namespace, case: Case) -> None:
     """Raise InvalidCase if the call of a Case cannot be saved, before minutes are spent."""
     if args.stages:
-        raise InvalidCase("save-call must not be given with stages", field="save-call")
+        raise InvalidCase("save-call must not be given with stages")
     if case.op_argument != NONE:
         refuse("save-call", f"given without op_argument {case.op_argument}", str(args.save_call))
     check_output_file(args.save_call, "save-call")
@@ -201,12 +188,10 @@ def _changes(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, _ = word.partition("=")
         if not equals:
-            raise InvalidCase(f"against must be FIELD=VALUE, got {word!r}", field="against")
+            raise InvalidCase(f"against must be FIELD=VALUE, got {word!r}")
         if name not in FIELDS:
             hint = suggestion(name, FIELDS)
-            raise InvalidCase(
-                f"against must name a field of a Case, got {name!r}{hint}", field="against"
-            )
+            raise InvalidCase(f"against must name a field of a Case, got {name!r}{hint}")
     return notebook_parameters(words)
 
 
@@ -249,8 +234,6 @@ def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) 
     return 0 if all(cell.status == "match" for cell in cells) else 1
 
 
-# The command ``attnlab compare``.
-
 _COUNT = Int(1, 10_000)
 
 
@@ -261,9 +244,9 @@ def _run(args: argparse.Namespace) -> int:
     seed = Int(0, 1 << 30).check("seed", Int(0, 1 << 30).parse("seed", args.seed))
     if not is_plugin(args.kernel):
         text = f"kernel must be FILE.py:FUNCTION or MODULE:FUNCTION, got {args.kernel!r}"
-        raise InvalidCase(text, field="kernel")
+        raise InvalidCase(text)
     if args.op is not None and args.op not in OPS:
-        raise InvalidCase(f"op must be one of {', '.join(OPS)}, got {args.op!r}", field="op")
+        raise InvalidCase(f"op must be one of {', '.join(OPS)}, got {args.op!r}")
     if (args.source is None) == (args.against is None):
         raise InvalidCase("source or against must be given, and not both", field="source")
     platform = args.platform or machine_platform() or "sm_90"

@@ -45,10 +45,7 @@ def run_sharded(
     out: Path | None,
     engine: str | None = None,
 ) -> tuple[dict[str, Outcome], int]:
-    """Run the tasks of a shard; return the outcomes, and the exit code of a signal or 0.
-
-    ``header``: that of the shard's store; ``engine``: a name, None for this process.
-    """
+    """Run the tasks of a shard; return the outcomes, and the exit code of a signal or 0."""
     chosen = shard.of(tasks)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(interruptible())
@@ -68,7 +65,7 @@ def check_flags(shard: str, out: Path | None) -> Shard:
     """Return the shard of --shard. Raises InvalidCase if its outcomes would be lost."""
     parsed = Shard.parse(shard)
     if parsed.count > 1 and out is None:
-        raise InvalidCase("out must be given with shard, for attnlab merge", field="out")
+        raise InvalidCase("out must be given with shard, for attnlab merge")
     return parsed
 
 
@@ -82,9 +79,6 @@ def print_shard(shard: Shard, outcomes: Mapping[str, Outcome], as_json: bool) ->
         for key, text in failed.items():
             print(f"  {key}: {text}")
     return 3 if failed else 0
-
-
-# The flags and the output that ``attnlab check`` and ``attnlab merge`` share.
 
 
 def check_ci_files(args: argparse.Namespace) -> None:
@@ -115,9 +109,6 @@ def print_report(report: "Report", as_json: bool, page: Path | None = None) -> N
         print(f"pictures: {page}")
     if report.not_run:
         print(f"not run: {'; '.join(report.warnings())}")
-
-
-# The command ``attnlab power``.
 
 
 @runs("power")
@@ -158,8 +149,6 @@ def print_power(report: "MutationReport", as_json: bool) -> int:
     return 1 if report.survivors else 0
 
 
-# The command ``attnlab matrix``.
-
 _ID = re.compile(r"\w+\[.*\]")
 _COLLECT_S = 600  # pytest imports vLLM
 
@@ -184,10 +173,10 @@ def read_ids(words: Sequence[str], standard_input: Iterable[str]) -> list[str]:
             found += [_id_of(line) for line in lines if line.strip()]
         else:
             raise InvalidCase(
-                f"id must be a test id, a file of ids, a test file or -, got {word!r}", field="id"
+                f"id must be a test id, a file of ids, a test file or -, got {word!r}"
             )
     if not found:
-        raise InvalidCase("id must name at least one test, got none", field="id")
+        raise InvalidCase("id must name at least one test, got none")
     return list(dict.fromkeys(found))
 
 
@@ -195,7 +184,7 @@ def _id_of(line: str) -> str:
     """Return the id in a line of pytest, such as tests/test_a.py::test_b[c]."""
     match = _ID.search(line)
     if match is None:
-        raise InvalidCase(f"id must be like test_name[…], got {line.strip()!r}", field="id")
+        raise InvalidCase(f"id must be like test_name[…], got {line.strip()!r}")
     return match[0]
 
 
@@ -228,8 +217,7 @@ def _run_matrix(args: argparse.Namespace) -> int:
     if args.source is not None and changes.get("backend") not in ("vllm", "rocm", "cuda"):
         raise InvalidCase(
             "source must be given with --backend vllm, rocm or cuda, got "
-            f"{changes.get('backend', 'model')}",
-            field="source",
+            f"{changes.get('backend', 'model')}"
         )
     shard = check_flags(args.shard, args.out)
     ids = read_ids(args.ids, sys.stdin) if args.ids else vllm_test_ids()

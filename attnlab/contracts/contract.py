@@ -8,8 +8,6 @@ from attnlab.case.ops import OPS, PREFILL, WRAPPER
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
 
-# Target: the platform, release and settings that a call runs with; the names of vLLM's kernels.
-
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"
 
@@ -18,7 +16,6 @@ ROCM_DECODE = "paged_attention_rocm"
 class Target:
     """Everything that decides how a call runs and that is not an argument of the op.
 
-    - ``platform``, ``release``: the GPU architecture and the vLLM release.
     - ``wrapper_cast``: the op's Python wrapper converts int64 index tensors to int32.
     - ``rocm_custom_paged_attn``, ``aiter_paged_attn``: vLLM's settings VLLM_ROCM_CUSTOM_PAGED_ATTN and
       AITER paged attention.
@@ -51,7 +48,6 @@ ENCODER_TILE = 128  # of triton_prefill_attention; 32 in float32 and for heads f
 class Contract(Shown):
     """What one kernel requires of a call and what it does with it.
 
-    - ``name``, ``source``: the kernel, and the vLLM file and release that the facts come from.
     - ``serves``: sequences whose rows it writes: "all", "prefill" (query_len ≠ 1) or "decode"
       (query_len = 1).
     - ``new_tokens_from``: where it takes keys and values of new tokens from: "arguments", "cache", or
@@ -65,7 +61,6 @@ class Contract(Shown):
       "head_size" or "num_heads"; None for a kernel that always receives a scale.
     - ``key_x_bytes``: bytes of the innermost dimension of the key cache that the kernel assumes,
       whatever the tensor's shape is; None if it reads the shape.
-    - ``block_size_multiple``: the block size must be a multiple of this.
     - ``alibi_from``: where ALiBi counts distances from, each row's "query" or a sequence's "first new
       token". Both give the same softmax, except with a sink.
     - ``sinks``: attention sinks that it supports: "none", "without alibi" or "any".

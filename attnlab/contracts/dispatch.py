@@ -144,9 +144,6 @@ def _within(name: str, value: int, least: int, most: int) -> Term:
     )
 
 
-# The part of ``import attnlab`` that needs no tensors.
-
-
 def explain(case: Case | str, **changes: Any) -> Decision:
     """Return which kernels run for a Case or a pytest id, and each term of the predicate that decides.
 
@@ -156,10 +153,7 @@ def explain(case: Case | str, **changes: Any) -> Decision:
 
 
 def kernels_of(case: Case, call: "KernelCall") -> tuple[str, ...]:
-    """Return the kernels that would serve a call on the Case's platform and release.
-
-    Everything else that dispatch depends on comes from the call.
-    """
+    """Return the kernels that would serve a call on the Case's platform and release."""
     if call.op != WRAPPER:
         return (call.op,)
     _, num_heads, head_size = call.query.shape

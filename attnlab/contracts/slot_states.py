@@ -18,8 +18,6 @@ from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import mask_of
 
-# Which sequences a kernel serves, which output rows it writes, and how many positions it reads.
-
 
 def default_scale(call: KernelCall, target: Target) -> float:
     """Return the scale that the op uses if sm_scale is not passed."""
@@ -195,7 +193,14 @@ def contract_reads(
             continue
         counts, reads = _reads(one, call, provenance)
         if all_own or reads.states.any():  # state 0 is OWN
-            found += _by_sequence(reads, counts)
+            tensors = (reads.positions, reads.blocks, reads.slots, reads.states)
+            parts = (tensor.split(counts.tolist()) for tensor in tensors)
+            found += [
+                ContractReads(
+                    kernel=reads.kernel, seq=i, positions=at, blocks=block, slots=slot, states=state
+                )
+                for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
+            ]
     return found
 
 
@@ -239,18 +244,6 @@ def _reads(
         states=states,
     )
     return counts, reads
-
-
-def _by_sequence(reads: ContractReads, counts: torch.Tensor) -> list[ContractReads]:
-    """Split the reads of all sequences; ``counts`` [num_seqs] is how many each has."""
-    tensors = (reads.positions, reads.blocks, reads.slots, reads.states)
-    parts = (tensor.split(counts.tolist()) for tensor in tensors)
-    return [
-        ContractReads(
-            kernel=reads.kernel, seq=i, positions=at, blocks=block, slots=slot, states=state
-        )
-        for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
-    ]
 
 
 def _visible_range(call: KernelCall, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -357,8 +350,6 @@ def readable_states(contracts: Iterable[Contract]) -> set[SlotState]:
     tail = any(contract.reads_tail != "nothing" for contract in contracts)
     return {SlotState.OWN, SlotState.UNWRITTEN_TAIL} if tail else {SlotState.OWN}
 
-
-# SlotMap: for every slot of a cache, who wrote it, who reads it, and what it is to its reader.
 
 NOT_READ = -1
 

@@ -26,8 +26,6 @@ from attnlab.contracts.slot_states import (
 from attnlab.tensors.cache import Provenance
 from attnlab.tensors.call import KernelCall
 
-# Violation: one place where a call violates a contract, and the sentence that displays it.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation(Document):
@@ -40,10 +38,7 @@ class Violation(Document):
     - ``kernel``: the kernel whose contract is violated; "" for rows that no kernel writes.
     - ``tensor``: the tensor at fault; "kv_cache" is the key and value cache. ``parameter``: the number,
       size or setting at fault. One of the two is given.
-    - ``dtype``: the tensor's dtype, where the dtype is the fault.
-    - ``row``, ``last_row``: the first and last output row.
     - ``sequence``, ``position``, ``block``, ``slot``: the first place in the cache.
-    - ``count``: how many rows or positions of the sequence are affected.
     - ``value``: what the call has; ``required``: what the contract requires, or what the kernel reads or
       uses instead.
     """
@@ -232,10 +227,7 @@ def _unsupported(contract: Contract, call: KernelCall) -> Iterator[tuple[str, ob
 
 
 def _default_scale(call: KernelCall, target: Target) -> Iterator[Violation]:
-    """Yield a violation if sm_scale is not passed and the op derives it from the number of heads.
-
-    ``value`` is the size that the op uses, ``required`` the head size.
-    """
+    """Yield a violation if sm_scale is not passed and the op derives it from the number of heads."""
     _, num_heads, head_size = call.query.shape
     if call.sm_scale is None and default_scale(call, target) != 1.0 / math.sqrt(head_size):
         yield Violation(

@@ -16,8 +16,6 @@ from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, s
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import mask_of
 
-# Defect: one way for a kernel, or for the code that calls it, to be wrong.
-
 Compute = Callable[[Problem, RowSlice], Predicted]
 Applies = Callable[[Problem], bool]
 IsShown = Callable[[Problem, Sequence[int]], bool]
@@ -28,8 +26,6 @@ ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
 class Defect:
     """One way for a kernel, or for the code that calls it, to be wrong.
 
-    - ``name``: unique; ``family``: its group in the catalogue.
-    - ``text``: what happens, in one sentence without a full stop.
     - ``seen_in``: public issues and pull requests that report it, as "repository #number".
     - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
       "decode" or "unwritten" (rows that the kernel never writes).

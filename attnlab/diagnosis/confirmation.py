@@ -280,7 +280,8 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     is read there. Of a batch of decodes, only decodes must agree: an op may compute other batches in another
     way. If the rule holds in a batch with several new tokens, it must hold in further ones, too. A rule about
     one of two loops must agree with all: the kernel with both loops computes all batches, and one new token
-    does not separate the loops. One of the wrong outputs must show what a rule says.
+    does not separate the loops. One of the wrong outputs must show what a rule says, and those count whose
+    errors are clear: small numbers explain errors that are just above their bounds.
     """
     left, shown = _explanations(lab, with_known_contents(case), rerun)
     cases, only_decodes = 0, max(case.lengths.query_lens) == 1
@@ -297,7 +298,7 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         is_wrong = again.diagnosis.is_wrong
         has_prefill = max(other.lengths.query_lens) > 1
         if is_wrong and not (only_decodes and has_prefill and not kept):
-            left, cases = kept, cases + 1
+            left, cases = kept, cases + again.evidence.locations.is_clear
             shown |= _shown(again, kept)
             others += further_cases(other) if only_decodes and has_prefill else ()
             only_decodes &= not has_prefill

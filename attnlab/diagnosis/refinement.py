@@ -300,7 +300,7 @@ def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
         return None
 
 
-_XRAY_S = 6.0  # time for the search for a description
+_XRAY_S = 2.5  # time for the search for a description
 _RERUNS = 6  # of the kernel, before an X-ray
 _XRAY_RUN_S = 30.0  # time that all runs of an X-ray may take
 _XRAY_WEIGHTS = 1 << 24  # rows × heads × slots, up to which the weights are measured

@@ -426,7 +426,7 @@ def _repaired_cases(
     for proof in _asked(
         varied if cases else (), lambda one: one.refutes(repair) or one.is_about_numbers
     ):
-        if time.process_time() > end or proof.refutes(repair):
+        if time.process_time() > end or _is_refuted(repair, proof, proofs[0]):
             return 0
         cases += proof.is_repaired(repair)
     if not cases or cases >= _FEWEST:
@@ -442,6 +442,16 @@ def _repaired_cases(
         if cases >= _FEWEST:
             break
     return cases
+
+
+def _is_refuted(repair: Repair, proof: "Proof", first: "Proof") -> bool:
+    """Answer whether a case refutes an edit for the first case.
+
+    With another mask than that, a case that is wrong without the edit, too, does not: a kernel may have a
+    fault of its own with a mask.
+    """
+    is_other = proof.mask != first.mask and proof.is_about_numbers
+    return not is_other and proof.refutes(repair)
 
 
 def _neighbours(repair: Repair) -> Iterator[Repair]:

@@ -35,7 +35,7 @@ from attnlab.tensors.quantised import OUTPUT_SCALE
 
 # Edited kernels: the text of a kernel that ran, and its interpreted forms with edits.
 
-_TOGETHER = 192  # edits that are compiled together
+_TOGETHER = 192  # edits of a function that run one after another, before those of others
 _ALONE = "alone"
 
 
@@ -97,12 +97,16 @@ def _shares(found: Sequence[Found], count: int) -> list[list[int]]:
 
 
 class EditedForms:
-    """Compiles edited kernels, many edits of a function together."""
+    """Compiles edited kernels, all edits of a function together."""
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._found = found
+        self._left: dict[Any, list[int]] = {}  # edits of a function that did not run yet
+        self._forms: dict[Any, tuple[Any, frozenset[int]]] = {}
         self._outputs: dict[int, torch.Tensor | str | None] = {}
         self.shares: dict[int, tuple[float, bool]] = {}  # as of Trials, by the id of an output
+        for number, (kernel, text, _) in enumerate(found):
+            self._left.setdefault((id(kernel), text), []).append(number)
 
     def output(
         self, number: int, replay: Replay, units: Sequence[Unit]
@@ -114,34 +118,26 @@ class EditedForms:
         """
         if number not in self._outputs:
             kernel, text, _ = self._found[number]
-            later = (
-                one
-                for one in range(number, len(self._found))
-                if self._found[one][0] is kernel and self._found[one][1] == text
-            )
-            chosen = list(islice(later, _TOGETHER))
-            ran = self._run_together(kernel, text, chosen, replay, units)
+            left = self._left[id(kernel), text]
+            chosen, left[:] = left[:_TOGETHER], left[_TOGETHER:]
+            form, known = self._form(kernel, text, (*chosen, *left))
+            in_order = sorted(known.intersection(chosen), key=lambda one: self._found[one][2].start)
+            ran = replay.run_edits(units, kernel.function, form, in_order) if in_order else {}
             self._outputs |= {**dict.fromkeys(chosen, _ALONE), **ran}
         return self._outputs[number]
 
-    def _run_together(
-        self,
-        kernel: KernelText,
-        text: str,
-        chosen: Sequence[int],
-        replay: Replay,
-        units: Sequence[Unit],
-    ) -> dict[int, torch.Tensor | None]:
-        edits_of = {one: self._found[one][2] for one in chosen}
-        changes = {one: edit.changes for one, edit in edits_of.items()}
-        try:
-            form, known = compile_edits(kernel.function, text, changes)
-        except Exception:  # lockstep refuses the function, or Python one of the edits
-            return {}
-        in_order = sorted(
-            known, key=lambda one: edits_of[one].start
-        )  # those of a statement together
-        return replay.run_edits(units, kernel.function, form, in_order)
+    def _form(
+        self, kernel: KernelText, text: str, numbers: Sequence[int]
+    ) -> tuple[Any, frozenset[int]]:
+        """Return a function with edits, and the numbers of those that it has."""
+        key = id(kernel), text
+        if key not in self._forms:
+            changes = {one: self._found[one][2].changes for one in numbers}
+            try:
+                self._forms[key] = compile_edits(kernel.function, text, changes)
+            except Exception:  # lockstep refuses the function, or Python one of the edits
+                self._forms[key] = None, frozenset()
+        return self._forms[key]
 
     def form_together(self, number: int) -> Any:
         """Return the form with an edit that a batch of programs runs, or None if lockstep refuses it."""
@@ -280,7 +276,7 @@ class Limit:
     seconds: float = math.inf
 
 
-FULL = Limit(edits=4000, seconds=20.0)
+FULL = Limit(edits=2500, seconds=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -41,18 +41,14 @@ class Deployment:
             value = getattr(self, one.name)
             least = 0 if one.name == "weights" else 1
             if type(value) is not int or value < least:
-                raise InvalidCase(
-                    f"{one.name} must be an int of at least {least}, got {value!r}", field=one.name
-                )
+                raise InvalidCase(f"{one.name} must be an int of at least {least}, got {value!r}")
         if self.weights >= self.gpu_memory:
             raise InvalidCase(
-                f"weights must be less than gpu_memory {self.gpu_memory}, got {self.weights}",
-                field="weights",
+                f"weights must be less than gpu_memory {self.gpu_memory}, got {self.weights}"
             )
         if self.heads % self.kv_heads:
             raise InvalidCase(
-                f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}",
-                field="heads",
+                f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}"
             )
 
     @property
@@ -133,10 +129,7 @@ SOURCES: Mapping[str, str] = {name: source for name, (_, source) in _MODELS.item
 
 
 def read_deployment(text: str, changes: Mapping[str, Any]) -> Deployment:
-    """Return the deployment that a preset or a TOML file names, with changes by field.
-
-    Raises InvalidCase, in one line, for an unknown name, field or value.
-    """
+    """Return the deployment that a preset or a TOML file names, with changes by field."""
     base: dict[str, Any] = {}
     if text in PRESETS:
         base = dataclasses.asdict(PRESETS[text])
@@ -144,19 +137,13 @@ def read_deployment(text: str, changes: Mapping[str, Any]) -> Deployment:
         path = Path(text)
         if not path.is_file():
             raise InvalidCase(
-                f"deployment must be a TOML file or one of {', '.join(PRESETS)}, got {text}",
-                field="deployment",
+                f"deployment must be a TOML file or one of {', '.join(PRESETS)}, got {text}"
             )
         try:
             base = {"name": path.stem, **tomllib.loads(path.read_text())}
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidCase(
-                f"deployment must be TOML, got {path}: {error}", field="deployment"
-            ) from error
+            raise InvalidCase(f"deployment must be TOML, got {path}: {error}") from error
     known = {one.name for one in dataclasses.fields(Deployment)}
     if unknown := sorted(set(base) - known):
-        raise InvalidCase(
-            f"deployment must have only {', '.join(sorted(known))}, got {unknown[0]}",
-            field="deployment",
-        )
+        raise InvalidCase(f"deployment must have only {', '.join(sorted(known))}, got {unknown[0]}")
     return Deployment(**{**base, **changes})

@@ -296,10 +296,11 @@ class Namespace(dict):  # type: ignore[type-arg]
                 if isinstance(node, ast.Name) and node.id in self._file.definitions:
                     self.prepare(node.id)
         made = self._file.make(name)
-        if (
-            callable(made) and getattr(made, "__triton_builtin__", False) is True
-        ):  # an alias, such as exp2 = tl.exp2
-            made = _bound(made)
+        # An alias, such as exp2 = tl.exp2.
+        if callable(made) and getattr(made, "__triton_builtin__", False) is True:
+            from triton.runtime import interpreter
+
+            made = functools.partial(made, _semantic=interpreter.interpreter_semantic)
         self[name] = made
 
 
@@ -353,13 +354,6 @@ def _jit() -> Any:
     return interpreted_triton().jit
 
 
-def _bound(builtin: Any) -> Any:
-    """Return a function of the language as the interpreter calls it."""
-    from triton.runtime import interpreter
-
-    return functools.partial(builtin, _semantic=interpreter.interpreter_semantic)
-
-
 def _triton_or(name: str) -> Any:
     if name == "triton":
         return interpreted_triton()
@@ -383,19 +377,14 @@ def _module_file(path: Path, root: Path, module: str, level: int) -> Path | None
 
 
 def kernel_files(source: Path) -> tuple[Path, list[Path]]:
-    """Return the root of a source, and its files that have kernels.
-
-    Raises InvalidCase if ``source`` is not a Python file, a wheel or a folder.
-    """
+    """Return the root of a source, and its files that have kernels."""
     source = source.resolve()
     if source.is_file() and source.suffix == ".py":
         return _root_of(source), [source]
     if source.is_file() and source.suffix == ".whl":
         source = _unpacked(source)
     if not source.is_dir():
-        raise InvalidCase(
-            f"source must be a Python file, a wheel or a folder, got {source}", field="source"
-        )
+        raise InvalidCase(f"source must be a Python file, a wheel or a folder, got {source}")
     found = [one for one in sorted(source.rglob("*.py")) if _HAS_KERNEL.search(one.read_bytes())]
     return (_root_of(found[0]) if found else source), found
 
@@ -481,11 +470,8 @@ _NODES = (
     ast.List,
     ast.Tuple,
 )
-GRID = (
-    LAST_X := (1 << 31) - 1,
-    65535,
-    65535,
-)  # CUDA C++ Programming Guide, technical specifications
+# CUDA C++ Programming Guide, technical specifications.
+GRID = (LAST_X := (1 << 31) - 1, 65535, 65535)
 
 
 def _cdiv(a: Any, b: Any) -> Any:
@@ -569,16 +555,12 @@ class Launch:
         return kernel == self.kernel and f"/{path}".endswith(f"/{self.file}" if self.file else path)
 
     def at(self, sizes: Mapping[str, int]) -> "Launch":
-        """Return the launch with other values of the sizes that it has.
-
-        Raises InvalidCase if they do not meet its condition.
-        """
+        """Return the launch with other values of the sizes that it has."""
         found = {name: sizes.get(name, value) for name, value in self.sizes.items()}
         if self.needs and not evaluate(self.needs, found):
             got = ", ".join(f"{n} {v}" for n, v in found.items() if n in self.needs)
             raise InvalidCase(
-                f"deployment must fit {self.kernel}, which needs {self.needs}, got {got}",
-                field="deployment",
+                f"deployment must fit {self.kernel}, which needs {self.needs}, got {got}"
             )
         return replace(self, sizes=found)
 
@@ -638,9 +620,7 @@ def read_launches(path: Path) -> dict[str, Launch]:
     try:
         tables = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidCase(
-            f"launch must be a TOML file, got {path}: {error}", field="launch"
-        ) from error
+        raise InvalidCase(f"launch must be a TOML file, got {path}: {error}") from error
     return {name: _launch(name, tables, path) for name in tables}
 
 

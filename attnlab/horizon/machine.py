@@ -74,7 +74,6 @@ class Site:
 class Tensor:
     """A tensor without memory.
 
-    - ``strides`` in elements; ``size``: elements from the first to the last.
     - ``values(index)``: what a load returns for element offsets (int64) of an index tensor; None for data.
     """
 

@@ -211,7 +211,25 @@ class _Text:
             self._note(one)
         self.flags = self._conditions()
         self.bounds = self._compared()
-        self._trace_integers()
+        queue = [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)]
+        seen = set[str]()
+        loads = [*self._addresses]
+        while queue:
+            name = queue.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            for value in self._assigned.get(name, []):
+                loads.append(value)
+                queue += [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
+        for value in loads:
+            for call in ast.walk(value):
+                if (
+                    isinstance(call, ast.Call)
+                    and call.args
+                    and ast.unparse(call.func).endswith(".load")
+                ):
+                    self.integers |= self._roots(call.args[0])
 
     @staticmethod
     @functools.cache
@@ -325,30 +343,6 @@ class _Text:
                         compared[side.id] = compared.get(side.id, 0) + 1
         return {name for name, count in compared.items() if uses.get(name) == count}
 
-    def _trace_integers(self) -> None:
-        """Find the pointers from which numbers are loaded that become addresses."""
-        queue, seen = (
-            [n.id for a in self._addresses for n in ast.walk(a) if isinstance(n, ast.Name)],
-            set(),
-        )
-        loads = [*self._addresses]
-        while queue:
-            name = queue.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            for value in self._assigned.get(name, []):
-                loads.append(value)
-                queue += [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
-        for value in loads:
-            for call in ast.walk(value):
-                if (
-                    isinstance(call, ast.Call)
-                    and call.args
-                    and ast.unparse(call.func).endswith(".load")
-                ):
-                    self.integers |= self._roots(call.args[0])
-
 
 # Find the horizon of each integer expression in each size, and prove it by two runs.
 #
@@ -403,10 +397,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelHorizon:
-    """The statements about a kernel, or why it could not be run.
-
-    - ``runs``: runs of its programs; ``live``: accesses of the run at the given sizes.
-    """
+    """The statements about a kernel, or why it could not be run."""
 
     kernel: str
     file: str
@@ -548,10 +539,7 @@ def _hit(seen: Observation, site: Site) -> Access | None:
 
 
 def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) -> KernelHorizon:
-    """Return the horizon of a kernel for the first launch that runs and accesses memory.
-
-    ``files``: those that the code of the kernel may be in.
-    """
+    """Return the horizon of a kernel for the first launch that runs and accesses memory."""
     facts: dict[str, Any] = {
         "kernel": kernel.name,
         "file": kernel.shown,
@@ -573,9 +561,6 @@ def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) ->
             )
         why = why or "no access of the programs that ran is enabled by its mask"
     return KernelHorizon(**facts, launch=None, why=why)
-
-
-# The horizons of a source, and what they mean for a deployment.
 
 
 LAUNCHES = Path(__file__).parent / "launches.toml"
@@ -626,10 +611,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Survey(Shown):
-    """The horizons of a source's kernels.
-
-    - ``broken``: files that are no Python, with the reason; ``seconds``: processor time.
-    """
+    """The horizons of a source's kernels."""
 
     source: str
     kernels: Sequence[KernelHorizon]
@@ -768,7 +750,7 @@ def survey(
     kernels = [one for one in kernels if op in f"{one.shown}:{one.name}"]
     if not kernels:
         raise InvalidCase(
-            f"op must be part of the path or name of a kernel of {source}, got {op!r}", field="op"
+            f"op must be part of the path or name of a kernel of {source}, got {op!r}"
         )
     described = [*launches, *read_launches(LAUNCHES).values()]
     tasks: list[_Task] = []

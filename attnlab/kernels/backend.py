@@ -32,8 +32,6 @@ from attnlab.kernels.vllm.features import lacks
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
 
-# The steps of a run, and the protocol of a function that displays them.
-
 T = TypeVar("T")
 STEPS = ("batch", "cache", "kernels", "reference", "compare")  # in the order of a run
 
@@ -166,7 +164,6 @@ class RunOptions:
     - ``argument_of``: the Case whose op argument is passed, or None (:mod:`attnlab.case.op_arguments`).
     - ``value_scale``: with which values are stored in a cache with a scale per token and head, in place of
       that of their numbers, [num_blocks, block_size, num_kv_heads] float32.
-    - ``on_step``: called before each step of a long run.
     """
 
     trace_reads: bool = False
@@ -194,7 +191,6 @@ class RunOutput:
     - ``log``: launches, int32 overflows, out-of-bounds accesses, LSE and padded rows. Its ``reads`` are
       valid if ``is_traced``.
     - ``is_traced``: whether Triton's interpreter recorded which slots were read.
-    - ``findings``: what the emulated device recorded, or None.
     """
 
     log: RunLog = field(default_factory=RunLog)
@@ -326,10 +322,7 @@ class Backend(ABC):
             refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
 
     def check_features(self, case: Case) -> None:  # noqa: B027
-        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks.
-
-        Unlike :meth:`check`, it does not ask what this machine can run.
-        """
+        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks."""
 
     def has_op(self, op: str) -> bool:
         """Answer whether these kernels have an op, of those that the backend knows."""

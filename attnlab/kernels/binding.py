@@ -255,10 +255,8 @@ def _decoded(call: KernelCall, written: Quantised, cache: torch.Tensor, first: i
     return torch.where((same[0] & same[1])[..., None], cache, found)
 
 
-_LATENT, _APART = (
-    512,
-    64,
-)  # of DeepSeek's MLA: the latent, which is the value, and the rest of the key
+# Of DeepSeek's MLA: the latent, which is the value, and the rest of the key.
+_LATENT, _APART = 512, 64
 
 
 def _latent(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

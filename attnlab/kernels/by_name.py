@@ -147,10 +147,7 @@ class ByName:
         raise AttributeError(name)
 
     def __call__(self, call: KernelCall) -> None:
-        """Call the function and write what it returns, if it writes nothing to an argument for the output.
-
-        Raises Unsupported for an argument that a call does not hold.
-        """
+        """Call the function and write what it returns, if it writes nothing to an argument for the output."""
         parameters = inspect.signature(self.function).parameters
         given = self.arguments(call)
         has_output = "output" in {self._field(name, parameters) for name in given}
@@ -258,10 +255,7 @@ def _needed(call: KernelCall) -> dict[str, bool]:
 
 
 def _formed(value: Any, example: Any, *, at: int = 0) -> Any:
-    """Return a value in the form of an example: a tensor of one number, its FP8 dtype, its dimensions.
-
-    Further dimensions are of size 1, before dimension ``at``.
-    """
+    """Return a value in the form of an example: a tensor of one number, its FP8 dtype, its dimensions."""
     if not isinstance(example, torch.Tensor):
         return value
     if isinstance(value, int | float):
@@ -418,10 +412,7 @@ def _with(
     others: Mapping[str, Any],
     scale: str = "softmax_scale",
 ) -> Any:
-    """Call a function; of ``others`` it gets those that are not None, and must have parameters for them.
-
-    Raises Unsupported for what the call needs and the function does not have.
-    """
+    """Call a function; of ``others`` it gets those that are not None, and must have parameters for them."""
     used = {name: value for name, value in others.items() if value is not None}
     parameters = inspect.signature(function).parameters
     needed = [name for name, is_needed in _needed(call).items() if is_needed]

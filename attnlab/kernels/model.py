@@ -252,9 +252,8 @@ def _attend(
         hidden |= away <= -call.sliding_window
     scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
-    weights = (
-        (scores - lse[..., None]).exp().nan_to_num(0.0)
-    )  # -inf minus -inf: the row sees no key
+    # -inf minus -inf: the row sees no key.
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
     mixed = (weights @ value[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     return mixed.to(call.query.dtype), lse.flatten(0, 1)
 
@@ -491,10 +490,7 @@ class Scratch:
 
 
 def paged_attention_rocm(call: KernelCall, target: Target) -> None:
-    """Write the row of every sequence whose query_len reads as 1 to ``call.output``.
-
-    Raises KernelRejected with the message of the real op if its host code rejects the call.
-    """
+    """Write the row of every sequence whose query_len reads as 1 to ``call.output``."""
     terms = contract(ROCM_DECODE, target, call.op)
     check_host(terms, call)
     starts = as_read(terms, call, "query_start_loc").tolist()
@@ -661,8 +657,6 @@ def _merge(call: KernelCall, scratch: Scratch, seq: int, seq_len: int) -> torch.
     return (mixed / (shares.sum(-1, keepdim=True) + _EPSILON)).to(call.buffer.dtype)
 
 
-# Backend ``model``: the kernels' contracts in torch, on any machine.
-
 _KERNELS = {
     PREFILL: context_attention_fwd,
     ENCODER: encoder_attention,
@@ -684,17 +678,12 @@ def run(call: KernelCall, target: Target, kernels: Sequence[str]) -> None:
     """
     for name in kernels:
         if name != ROCM_DECODE:
-            _check_triton(call, target)
+            e4m3 = call.kv_cache_dtype in ("fp8", "fp8_e4m3")
+            if e4m3 and not target.platform.triton_e4m3:
+                raise KernelRejected(
+                    "type fp8e4nv not supported in this architecture (Triton needs compute capability 8.9)"
+                )
         _KERNELS[name](call, target)
-
-
-def _check_triton(call: KernelCall, target: Target) -> None:
-    """Raise KernelRejected if Triton cannot compile the kernel for the platform."""
-    e4m3 = call.kv_cache_dtype in ("fp8", "fp8_e4m3")
-    if e4m3 and not target.platform.triton_e4m3:
-        raise KernelRejected(
-            "type fp8e4nv not supported in this architecture (Triton needs compute capability 8.9)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

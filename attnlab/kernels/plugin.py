@@ -227,8 +227,7 @@ class PluginBackend(Backend):
                 raise InvalidCase(f"{text}, got neither", field="op")
             known = OPS.get(record.name, record)
             if (known.library, known.module) != (record.library, record.module):
-                text = f"{self.name}: name must be new, got {record.name}"
-                raise InvalidCase(text, field="op")
+                raise InvalidCase(f"{self.name}: name must be new, got {record.name}", field="op")
             OPS[record.name] = record  # of a file that has changed, the new one
         if self.function is None and not self.records and isinstance(self.kernel, ByName):
             self.kernel.check(self.name)
@@ -272,7 +271,14 @@ class PluginBackend(Backend):
         """Return the function of a KernelCall; of records, the function of the first."""
         if self.records:
             return self.function_of(self.records[0])
-        return as_kernel(self.function or load_kernel(self.spec))
+        # Of a KernelCall if it has one parameter.
+        function = self.function or load_kernel(self.spec)
+        try:
+            count = len(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            return function
+        is_kernel = isinstance(function, ByName)
+        return function if count < 2 or is_kernel else kernel_of(function)
 
     @cached_property
     def source(self) -> Source | None:
@@ -430,10 +436,7 @@ class PluginBackend(Backend):
     def _call(
         self, call: KernelCall, target: Target, plan: LaunchPlan, argument_of: Case | None
     ) -> Any:
-        """Run the function, or the op of the call as its record states; return what a function returned.
-
-        ``argument_of``: the Case whose op argument is passed, or None.
-        """
+        """Run the function, or the op of the call as its record states; return what a function returned."""
         if not self.records:
             return self.kernel(call)
         function = self.function_of(OPS[call.op], target.platform)
@@ -474,10 +477,7 @@ def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> Plugi
 def source_function(
     source: Source, platform: Platform, module: str, function: str, is_marked: bool
 ) -> Callable[..., Any]:
-    """Return a function of a package that is not imported, with the lab's Triton.
-
-    ``is_marked``: its functions record what runs (:mod:`attnlab.kernels.triton.coverage`).
-    """
+    """Return a function of a package that is not imported, with the lab's Triton."""
     stubs = package_stubs(source.package, platform, interpreted_triton())
     found = getattr(Loader(source, stubs, is_marked).load(module), function, None)
     if not callable(found):
@@ -485,21 +485,9 @@ def source_function(
     return found  # type: ignore[no-any-return]
 
 
-def as_kernel(function: Callable[..., Any]) -> Kernel:
-    """Return a function of a KernelCall: the function itself if it has one parameter."""
-    try:
-        count = len(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return function
-    is_kernel = isinstance(function, ByName)
-    return function if count < 2 or is_kernel else kernel_of(function)
-
-
 def load_kernel(name: str) -> Kernel:
     """Return the function of "FILE.py:FUNCTION", "MODULE:FUNCTION" or "plugin:NAME"; a file runs once
     until it changes.
-
-    Raises InvalidCase if there is no such file, function or entry point, or if the file raises.
     """
     if ENTRY_POINT.fullmatch(name):
         spec, attribute = _entry_point(name.partition(":")[2])
@@ -572,8 +560,7 @@ def _entry_point(name: str) -> tuple[ModuleSpec, str]:
     if name not in known:
         found = ", ".join(sorted(known)) or "none is installed"
         raise InvalidCase(
-            f"backend must be an entry point of group {GROUP} ({found}), got {name!r}",
-            field="backend",
+            f"backend must be an entry point of group {GROUP} ({found}), got {name!r}"
         )
     module, _, attribute = known[name].partition(":")
     try:

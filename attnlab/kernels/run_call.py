@@ -38,7 +38,7 @@ def backend_of_origin(call: KernelCall, device: str | None = None) -> Backend:
     name = call.origin.op
     if name is None and call.origin.backend is None:
         text = "a kernel's name for a call whose origin names no op"
-        raise InvalidCase(f"kernel must be {text}, got {ORIGIN}", field="kernel")
+        raise InvalidCase(f"kernel must be {text}, got {ORIGIN}")
     if name is None or not call.is_foreign:
         return find_backend("vllm" if call.spec.is_triton else "vllm-cpu", None, device)
     return for_call(call, find_backend(spec_of(name)))
@@ -50,8 +50,6 @@ def spec_of(op: str) -> str:
     package, _, class_ = module.rpartition(".")
     return f"{package}:{class_}" if class_ in NATIVE else f"{module}:{function}"
 
-
-# Run a KernelCall on a backend, in the memory layout in which it was saved.
 
 _UNREAD = ("lse", "block_ids")  # tensors that no op reads
 

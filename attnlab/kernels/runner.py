@@ -141,7 +141,5 @@ def one_backend(
     sources = [] if source is None else [str(source)]
     found = runners(sources, [] if backend is None else [backend], device)
     if len(found) > 1:
-        raise InvalidCase(
-            f"backend must be vllm or rocm with a source, got {backend}", field="backend"
-        )
+        raise InvalidCase(f"backend must be vllm or rocm with a source, got {backend}")
     return found[0].find()

@@ -257,7 +257,7 @@ def _mask_fields(call: KernelCall) -> dict[str, Any]:
     rules = call.visibility
     names = rules.masks or (CAUSAL,)
     if len(names) > 1:
-        raise InvalidCall(f"mask must be one, got {' and '.join(names)}", field="mask")
+        raise InvalidCall(f"mask must be one, got {' and '.join(names)}")
     found: dict[str, Any] = {"mask": names[0], "sliding_window": rules.sliding_window}
     data = {
         "causal_seqs": rules.causal,
@@ -270,22 +270,17 @@ def _mask_fields(call: KernelCall) -> dict[str, Any]:
     if name == "chunk_lookback":
         found[name] = rules.chunk_lookback
     elif name == "tree_parents" and rules.qq_bias is not None:
-        found[name] = _parents(rules.qq_bias)
+        seen = torch.ones_like(rules.qq_bias).tril(-1).bool() & (rules.qq_bias == 0)
+        found[name] = tuple(
+            int(torch.nonzero(row).max()) if bool(row.any()) else token
+            for token, row in enumerate(seen)
+        )
     elif name is not None:
         given = data[name]
         assert isinstance(given, torch.Tensor)
         rows = given.tolist()
         found[name] = tuple(tuple(row) if isinstance(row, list) else row for row in rows)
     return found
-
-
-def _parents(bias: torch.Tensor) -> tuple[int, ...]:
-    """Return the parent of each new token if a bias is that of a tree; :func:`_check_same` compares it."""
-    seen = torch.ones_like(bias).tril(-1).bool() & (bias == 0)
-    return tuple(
-        int(torch.nonzero(row).max()) if bool(row.any()) else token
-        for token, row in enumerate(seen)
-    )
 
 
 def _init(before: torch.Tensor | None) -> str:
@@ -364,11 +359,9 @@ def _batch_of(call: KernelCall, case: Case) -> Batch:
     Tokens before the window of every row count as zeros if they are not finite.
     """
     format, halves = written_format(case), _flat(call, case)
-    scales, starts, lengths = (
-        (case.k_scale, case.v_scale),
-        case.lengths.token_start_loc,
-        case.lengths,
-    )
+    scales = (case.k_scale, case.v_scale)
+    starts = case.lengths.token_start_loc
+    lengths = case.lengths
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for seq, (ctx_len, seq_len) in enumerate(zip(lengths.ctx_lens, lengths.seq_lens, strict=True)):
         known = ctx_len if call.new_tokens == "given" else seq_len
@@ -415,7 +408,7 @@ def _cache_of(call: KernelCall, case: Case, batch: Batch) -> PagedCache:
         stored = format.encode(tokens[rows], scale)
         if not _is_same(format.decode(stored), format.decode(half[slots])):
             text = f"{name} must hold numbers that the format {format.name} gives back"
-            raise InvalidCall(f"{text}, got others", field=name)
+            raise InvalidCall(f"{text}, got others")
     return PagedCache(
         key=call.key_cache.contiguous(),
         value=call.value_cache.contiguous(),
@@ -451,7 +444,7 @@ def _check_same(call: KernelCall, built: KernelCall) -> None:
         elif not isinstance(given, torch.Tensor) and given == made:
             continue
         text = f"{one.name} must be one that a Case can state"
-        raise InvalidCall(f"{text}, got {_shown(given)}", field=one.name)
+        raise InvalidCall(f"{text}, got {_shown(given)}")
 
 
 def _shown(value: object) -> str:

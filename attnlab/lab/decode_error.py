@@ -18,8 +18,6 @@ from attnlab.contracts.dispatch import decide
 if TYPE_CHECKING:
     from attnlab.contracts.violations import Violation
 
-# ErrorText: what the text of a failed test contains: counts, an index, dtypes, pytest ids.
-
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
 _NUMBER = r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)"
 _TUPLE = r"\((\d{1,9}(?:,\s*\d{1,9})*)\)"

@@ -79,7 +79,6 @@ class Lab:
     reference, so a table of stages makes these once. Runs also share the rows of the modelled prefill
     kernel, as far as no field that reaches them differs. A shared product has the same bits as a new one.
 
-    - ``keep``: how many products of each kind to keep.
     - ``source``: the vLLM of the backends "vllm", "rocm" and "cuda": a wheel, an sdist or a checkout; None
       is the installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The
@@ -371,8 +370,6 @@ class Lab:
                 seconds[step] = time.perf_counter() - start
 
 
-# Draw the batches of coming Cases in the background, while a Lab runs the Cases before them.
-
 _AHEAD = 2  # batches that wait for their Cases; a Lab must keep one more
 
 
@@ -420,8 +417,6 @@ def drawing_ahead(lab: Lab, cases: Sequence[Case]) -> Iterator[Iterator[Case]]:
         if thread.ident is not None:
             thread.join()
 
-
-# The table of stages: one Case in every stage of the test, on several platforms.
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
 

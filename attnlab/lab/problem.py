@@ -31,8 +31,6 @@ from attnlab.tensors.formats import ElementFormat, read_format, store, written_f
 from attnlab.tensors.quantised import Formats
 from attnlab.tensors.quantised import in_numbers as call_in_numbers
 
-# RowSlice: some rows and heads of one sequence.
-
 _KEPT_SLICES = 4  # whose inputs a Problem keeps
 _KEPT_NUMBERS = 1 << 18  # of the keys of one of them
 
@@ -47,9 +45,6 @@ class RowSlice:
     seq: int
     tokens: torch.Tensor
     heads: torch.Tensor
-
-
-# CacheRead: how one sequence's keys and values are read from a paged cache, correctly or not.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,9 +138,6 @@ class CacheRead:
             return scale
         found = scale[row][None, kv] if scale.dim() == 2 else scale[blocks, offsets][:, kv]
         return found.double()[:, :, None]
-
-
-# AttentionInputs: what some rows of one sequence attend to, and the attention computed from it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -637,17 +629,11 @@ class Problem:
 
 
 def make_problem(case: Case, batch: Batch | None = None) -> Problem:
-    """Build the batch, the cache and the call of a Case, and return its problem.
-
-    ``batch``: the Case's batch if it has been made.
-    """
+    """Build the batch, the cache and the call of a Case, and return its problem."""
     batch = make_batch(case) if batch is None else batch
     output = make_output(case)
     call = make_call(case, batch, make_cache(case, batch), output)
     return Problem.of_case(case, batch, call, output)
-
-
-# Selections of a problem's rows: all of them, or a small sample of each sequence.
 
 
 def all_rows(problem: Problem, kind: str = "all") -> Iterator[RowSlice]:

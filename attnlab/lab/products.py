@@ -18,6 +18,7 @@ from weakref import WeakSet, WeakValueDictionary
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import Unavailable
+from attnlab.case.machine import total_bytes
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.kernels.cache_folder import check_private
@@ -46,21 +47,6 @@ def needed_bytes(case: Case, cache_copies: int = 1) -> int:
     reference_bytes = DTYPE_BYTES.get(case.reference_dtype, 8)
     outputs = case.lengths.num_tokens * case.num_heads * case.head_size
     return cache_copies * cache + batch + outputs * (2 * element_bytes + reference_bytes + 4)
-
-
-def total_bytes() -> int:
-    """Return the memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def available_bytes() -> int:
-    """Return the memory that programs can get now, by Linux's estimate; elsewhere half of all."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return total_bytes() // 2
-    found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return found[0] * 1024 if found else total_bytes() // 2
 
 
 # Keys of a Lab's products: the values of the fields that a product depends on.
@@ -157,9 +143,8 @@ def prefill_key(case: Case) -> Key:
     """Return the key of the prefill kernel's rows: stage, fill and buffers do not reach them."""
     options = ("op", "sliding_window", "sm_scale", "max_query_len", "mask", *MASK_DATA)
     names = (*_STORED_FIELDS, *_TABLE_FIELDS, *options)
-    by_heads = (
-        case.sm_scale is None and case.release == "0.11.2"
-    )  # the scale depends on the release
+    # The scale depends on the release.
+    by_heads = case.sm_scale is None and case.release == "0.11.2"
     return (
         *_values(case, names),
         case.platform if case.is_fp8 else None,
@@ -319,10 +304,7 @@ class SharedProducts:
     def get(
         self, kind: str, key: Hashable, make: Callable[[], T], *, in_file: bool = False
     ) -> tuple[T, bool]:
-        """Return the product of a key, made if it is missing, and whether it was there.
-
-        ``in_file``: processes may share this product.
-        """
+        """Return the product of a key, made if it is missing, and whether it was there."""
         name = (kind, key)
         with self._lock:
             if (found := self._find(name)) is not None:

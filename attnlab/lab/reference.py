@@ -277,7 +277,12 @@ class _Tiles:
         earlier keys are visible, else every column from ``begin``.
         """
         if not self.mask.is_plain:
-            return _masked(self.mask, like, position, rows, begin, end)
+            positions = torch.arange(position, position + rows, device=like.device)
+            bias = self.mask.bias(positions, begin, end)
+            if bias is None:
+                bias = torch.zeros(rows, end - begin, device=like.device)
+            hidden = ~self.mask.visible(positions, begin, end)
+            return bias.to(like.dtype).masked_fill_(hidden, float("-inf"))
         window = self.mask.rules.sliding_window
         if not window:
             return _diagonal(rows, like.dtype, like.device)
@@ -291,18 +296,6 @@ def _share_of_keys(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """
     sums = scores.logsumexp(-1, keepdim=True)
     return (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
-
-
-def _masked(
-    mask: SequenceMask, like: torch.Tensor, position: int, rows: int, begin: int, end: int
-) -> torch.Tensor:
-    """Return the bias of visible keys and -inf for hidden ones under any mask, [rows, end - begin]."""
-    positions = torch.arange(position, position + rows, device=like.device)
-    bias = mask.bias(positions, begin, end)
-    if bias is None:
-        bias = torch.zeros(rows, end - begin, device=like.device)
-    hidden = ~mask.visible(positions, begin, end)
-    return bias.to(like.dtype).masked_fill_(hidden, float("-inf"))
 
 
 @lru_cache(maxsize=64)
@@ -351,12 +344,6 @@ _WEIGHT_FACTOR = {
     torch.float8_e5m2: 128.0,
 }
 WARP = 64  # tokens that ROCm's kernel sums before it rounds the sum
-
-
-def _truncates(kernels: Sequence[str], output: torch.dtype) -> bool:
-    """Return whether the output is rounded toward zero, by the CPU op of this machine."""
-    here = kernels == (CPU_ATTENTION,) and not torch.cpu._is_avx512_supported()
-    return here and output == torch.bfloat16
 
 
 def _alone(kernels: Sequence[str]) -> Mapping[str, Any]:
@@ -430,6 +417,7 @@ class Rounding:
             step = float(torch.finfo(stored.dtype).smallest_normal * 2 * unit * terms)
             is_exact = bool((call.query.to(stored.dtype).to(call.query) == call.query).all())
             products += 0 if is_exact else terms
+        here = kernels == (CPU_ATTENTION,) and not torch.cpu._is_avx512_supported()
         rounding = cls(
             unit=unit,
             step=step,
@@ -437,7 +425,7 @@ class Rounding:
             parts=parts,
             keys=is_fp8 and not to_cache,
             products=products,
-            output_unit=float(output.eps) / 2 * (1 + _truncates(kernels, formats.output)),
+            output_unit=float(output.eps) / 2 * (1 + (here and formats.output == torch.bfloat16)),
             output_step=float(output.smallest_normal * output.eps) * formats.output_scale,
         )
         return rounding._of_fp8_query(target, kernels, formats)
@@ -519,17 +507,12 @@ class Rounding:
             self.output_step + LIKELY * length**0.5 * self.step * largest
         )
         if self.parts:
-            likely.add_(_by_warp(weights, value), alpha=self.parts * self.unit)
+            total = torch.zeros(*weights.shape[:2], value.shape[2], dtype=value.dtype)
+            for first in range(0, value.shape[1], WARP):
+                warp = slice(first, first + WARP)
+                total += (weights[:, :, warp] @ value[:, warp]).abs()
+            likely.add_(total, alpha=self.parts * self.unit)
         return torch.minimum(magnitude.mul_(relative).add_(fixed), likely.mul_(self.growth))
-
-
-def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over warps of the magnitude of each warp's part of the output."""
-    total = torch.zeros(*weights.shape[:2], value.shape[2], dtype=value.dtype)
-    for first in range(0, value.shape[1], WARP):
-        warp = slice(first, first + WARP)
-        total += (weights[:, :, warp] @ value[:, warp]).abs()
-    return total
 
 
 # The rounding bound of every output element of a Case: the default tolerance of a comparison.
@@ -539,9 +522,8 @@ def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 # sequences that are cheapest, up to a limit of work, and for a few rows of the others.
 
 _EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the bound is computed in float64
-_SHARP_WORK = (
-    1 << 28
-)  # products of a weight and a value, over the sequences with a likely case in every row
+# Products of a weight and a value, over the sequences with a likely case in every row.
+_SHARP_WORK = 1 << 28
 _HEADS_AT_ONCE = 4  # KV heads of a likely case: their keys and values stay in the processor's cache
 _SHARP_ROWS = 4  # rows with a likely case in each other sequence
 

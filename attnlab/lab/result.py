@@ -32,10 +32,6 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
 from attnlab.tensors.visibility import Visibility
 
-# ErrorMap: where and by how much an output differs from the reference.
-
-# Greatest: the largest error of a comparison and where it is.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greatest:
@@ -100,7 +96,6 @@ class Place:
     """One output row with mismatches.
 
     - ``row``: the row of the output; ``token``: the same row, counted from its sequence's first new token.
-    - ``heads``: the query heads with a mismatch; ``elements``: the number of mismatches.
     """
 
     seq: int
@@ -125,7 +120,6 @@ class ErrorMap(Shown):
     - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all if none does; NaN is
       greater than any number.
     - ``first_index``: (row, head, element) of the first mismatch, or None.
-    - ``nan_elements``: the number of NaN elements of the output.
     """
 
     lengths: Lengths
@@ -407,10 +401,7 @@ class MemoryReport:
         return sum(entry.counts[state] for entry in self.slots)
 
     def slot_map(self, provenance: Provenance, seq: int | None = None) -> SlotMap:
-        """Return the slots of key or value that were read, for one sequence or for all.
-
-        A slot that several sequences read has the reader to which its state is least permissive.
-        """
+        """Return the slots of key or value that were read, for one sequence or for all."""
         states = torch.full(provenance.seq.shape, NOT_READ)
         reader_seq, reader_pos = torch.full_like(states, NOBODY), torch.full_like(states, NOBODY)
         for entry in self._of(seq):
@@ -431,10 +422,7 @@ class MemoryReport:
 
 
 def report(findings: Findings, provenance: Provenance, seq_lens: torch.Tensor) -> MemoryReport:
-    """Return what the attention kernel on the emulated device read from the caches for each sequence.
-
-    ``seq_lens``: [num_seqs], any integer dtype.
-    """
+    """Return what the attention kernel on the emulated device read from the caches for each sequence."""
     entries = []
     for (kernel, tensor), by_seq in sorted(findings.reads.items()):
         if tensor not in ("key_cache", "value_cache") or "reduce" in kernel:
@@ -540,7 +528,6 @@ class SideError:
     - ``row``, ``head``: the first wrong place; a row of padding counts from the first of them.
     - ``quantity``: "lse" or "output", which one is wrong there; ``value`` is what it is, ``expected`` what
       it must be.
-    - ``rows``: the number of wrong rows.
     """
 
     subject: str
@@ -695,7 +682,6 @@ class Result(Shown):
     - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``. A match includes what
       the op returned in addition to the output.
     - ``errors``: the ErrorMap; None if the call was rejected.
-    - ``violations``: where the call violates the contracts, found without running it.
     - ``seconds``: the time of each step, without the steps in ``shared``.
     - ``shared``: the steps whose products an earlier run of the same Lab had made.
     - ``output``: [num_tokens, num_heads, head_size]; see :class:`KernelCall`. ``provenance``: of the cache.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable, Unsupported
-from attnlab.case.fields import refuse
+from attnlab.case.fields import Declared, Int, Number, OneOf, group
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Document, HostileReport
 from attnlab.kernels.cuda.backend import cache_ops, has_source
@@ -29,70 +29,55 @@ CUDA_FORMATS = (LATENT, DS_LATENT, *PLAIN)  # of the ops of csrc/cache_kernels.c
 CACHE_FORMATS = (*PER_TOKEN_HEAD, DIFFKV, *CUDA_FORMATS)
 DS_SIZES = {"head_size": 512, "value_size": 64}
 _POISON = 0x5A  # a byte of memory that nothing may write
-_COUNTS = ("num_tokens", "num_kv_heads", "head_size", "value_size", "block_size")
-_GAPS = ("padding", "gap", "token_gap", "slot_gap", "seed")
+
+
+_one = group("a write")
+_count, _gap = Int(1, (1 << 20) - 1), Int(0, (1 << 20) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteCase:
-    """A write of new tokens.
+class WriteCase(Declared):
+    """A write of new tokens; the help of each field says what it is. Every fifth entry of slot_mapping is -1.
 
-    - ``cache_format``: a scale per token and head with int8, FP8 or INT4; "diffkv", keys and values of
-      different width in one cache; "mla", latents and rotary parts in one cache with one head;
-      "fp8_ds_mla", the same with 512 latent numbers in FP8, a scale for each 128, and 64 rotary numbers as
-      they are; "nhd", "hnd" and "x-split", the layouts of reshape_and_cache_flash and reshape_and_cache.
-    - ``kv_cache_dtype``, ``k_scale``, ``v_scale``: of formats without scales in the cache; mla has k_scale
-      alone.
-    - ``padding``: tokens after the last that has an entry in slot_mapping. Every fifth entry is -1.
-    - ``gap``: bytes after each page that belong to something else. ``slot_gap``: elements after each slot
-      (mla, fp8_ds_mla, nhd). ``token_gap``: elements after each token of ``key``; twice as many of ``value``.
-    - ``first_block``: the first block that tokens are written to; the cache has as many more before it.
-    - ``spread``: the standard deviation of keys and values; 0 gives tokens of zeros.
+    ``cache_format``: a scale per token and head with int8, FP8 or INT4; "diffkv", keys and values of
+    different width in one cache; "mla", latents and rotary parts in one cache with one head; "fp8_ds_mla",
+    the same with 512 latent numbers in FP8, a scale for each 128, and 64 rotary numbers as they are; "nhd",
+    "hnd" and "x-split", the layouts of reshape_and_cache_flash and reshape_and_cache.
     """
 
-    cache_format: str
-    num_tokens: int = 11
-    num_kv_heads: int = 3
-    head_size: int = 32
-    value_size: int = 32
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    padding: int = 0
-    gap: int = 64
-    slot_gap: int = 0
-    token_gap: int = 0
-    first_block: int = 0
-    spread: float = 1.0
-    dtype: str = "float16"
-    seed: int = 0
-    platform: str = "sm_90"
-
-    def __post_init__(self) -> None:
-        """Check every field; raise InvalidCase before anything is allocated."""
-        allowed: dict[str, tuple[str, ...]] = {
-            "cache_format": CACHE_FORMATS,
-            "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
-            "dtype": ("float16", "bfloat16", "float32"),
-            "platform": tuple(PLATFORMS),
-        }
-        for name, choices in allowed.items():
-            if getattr(self, name) not in choices:
-                refuse(name, f"one of {', '.join(choices)}", getattr(self, name))
-        for name in (*_COUNTS, *_GAPS, "first_block"):
-            least, most = int(name in _COUNTS), 1 << (32 if name == "first_block" else 20)
-            if type(getattr(self, name)) is not int or not least <= getattr(self, name) < most:
-                refuse(name, f"an integer from {least} to {most - 1}", getattr(self, name))
-        for name in ("k_scale", "v_scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                refuse(name, "a positive finite number", getattr(self, name))
-        for name, is_wrong, needed in self._rules():
-            if is_wrong:
-                refuse(name, f"{needed} with {self.cache_format}", getattr(self, name))
+    cache_format: str = _one(NHD, OneOf(CACHE_FORMATS), "format of the cache")
+    num_tokens: int = _one(11, _count, "tokens with an entry in slot_mapping")
+    num_kv_heads: int = _one(3, _count, "KV heads")
+    head_size: int = _one(32, _count, "elements of a head's key")
+    value_size: int = _one(32, _count, "elements of a head's value")
+    block_size: int = _one(16, _count, "tokens per block")
+    kv_cache_dtype: str = _one(
+        "auto",
+        OneOf(("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
+        "of formats without scales in the cache",
+    )
+    k_scale: float = _one(1.0, Number(), "as kv_cache_dtype; of mla, of the whole cache")
+    v_scale: float = _one(1.0, Number(), "as kv_cache_dtype")
+    padding: int = _one(0, _gap, "tokens after the last that has an entry in slot_mapping")
+    gap: int = _one(64, _gap, "bytes after each page that belong to something else")
+    slot_gap: int = _one(0, _gap, "elements after each slot (mla, fp8_ds_mla, nhd)")
+    token_gap: int = _one(0, _gap, "elements after each token of key; twice as many of value")
+    first_block: int = _one(
+        0,
+        Int(0, (1 << 32) - 1),
+        "first block that is written to; the cache has as many more before it",
+    )
+    spread: float = _one(1.0, Number(zero=True), "standard deviation of keys and values")
+    dtype: str = _one("float16", OneOf(("float16", "bfloat16", "float32")), "of new tokens")
+    seed: int = _one(0, _gap, "seed of the data")
+    platform: str = _one("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield fields, whether the format does not have their value, and which it has."""
+        """Yield the fields whose value the format does not have, and which it has."""
+        for name, is_wrong, needed in self._rules_of_format():
+            yield name, is_wrong, f"{needed} with {self.cache_format}"
+
+    def _rules_of_format(self) -> Iterator[tuple[str, bool, str]]:
         kind, sizes = self.cache_format, (self.head_size, self.value_size)
         is_latent, is_ds, is_split = kind in (LATENT, DS_LATENT), kind == DS_LATENT, kind == X_SPLIT
         has_own_dtype = is_ds or kind in PER_TOKEN_HEAD
@@ -237,8 +222,6 @@ def by_slot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-# Cache writes that are hostile to the ops of further formats.
-
 _REASONS: dict[str, dict[str, Any]] = {
     "pages with gaps, and tokens without a slot": {},
     "tokens of zeros: the smallest scale": {"spread": 0.0},
@@ -314,14 +297,10 @@ def _far(cache_format: str) -> dict[str, dict[str, Any]]:
         fields |= {"head_size": 512, "value_size": 64}
     if cache_format != DS_LATENT:
         fields["kv_cache_dtype"] = "fp8"
-    page = _page(_case(cache_format, **fields))
-    return {"block offsets beyond 2³¹ elements": {**fields, "first_block": (1 << 31) // page + 1}}
-
-
-def _page(case: WriteCase) -> int:
-    """Return the elements of a page."""
+    case = _case(cache_format, **fields)
     size = sum(DS_SIZES.values()) if case.cache_format == LATENT else case.head_size
-    return page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
+    page = page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
+    return {"block offsets beyond 2³¹ elements": {**fields, "first_block": (1 << 31) // page + 1}}
 
 
 # What a cache must hold after a write in a further format, and how far each number may be off.
@@ -473,9 +452,6 @@ def _scales(key: torch.Tensor) -> Stored:
     return Stored(numbers=middle, bound=middle - least + most * _LATENTS_SCALE)
 
 
-# Run a write by vLLM's CUDA op, compiled from csrc/cache_kernels.cu for the emulated device.
-
-
 def cuda_write(source: Source) -> Callable[[WriteCase, WriteInputs], None]:
     """Return the writer that calls the CUDA op of a format; it raises Unsupported without the source."""
 
@@ -519,9 +495,6 @@ def _op(case: WriteCase, inputs: WriteInputs) -> tuple[str, dict[str, torch.Tens
 def _whole(view: torch.Tensor, first_block: int) -> torch.Tensor:
     """Return the view of a cache from block 0 on."""
     return view.as_strided((first_block + view.shape[0], *view.shape[1:]), view.stride(), 0)
-
-
-# WriteReport: the hostile cache writes that ran, and what they got wrong.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -576,7 +549,7 @@ def check_write(case: WriteCase, write: Writer) -> dict[str, int]:
     write(case, inputs)
     wrong = dict.fromkeys((NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE), 0)
     for kind, found, expected in _written(case, inputs):
-        wrong[kind] += int(_is_wrong(found, expected).sum())
+        wrong[kind] += int((~((found - expected.numbers).abs() <= expected.bound)).sum())
     wrong[ELSEWHERE] = _changed_elsewhere(inputs, before)
     return {name: count for name, count in wrong.items() if count}
 
@@ -591,10 +564,8 @@ def model_write(case: WriteCase, inputs: WriteInputs) -> None:
         if case.cache_format == INT4:
             pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
             numbers = pairs[..., 0] | (pairs[..., 1] << 4)
-        block, at = (
-            inputs.slots[written] // case.block_size,
-            inputs.slots[written] % case.block_size,
-        )
+        block = inputs.slots[written] // case.block_size
+        at = inputs.slots[written] % case.block_size
         view = cache[..., columns]
         view[block, at] = numbers.to(case.element).reshape(-1, *view.shape[2:])
         if scale is not None and half.scale is not None:
@@ -703,10 +674,6 @@ def _written(case: WriteCase, inputs: WriteInputs) -> Iterator[tuple[str, torch.
             yield ZERO_POINTS, (one.view(torch.int32) & 0xF).double(), half.zero
 
 
-def _is_wrong(found: torch.Tensor, expected: Stored) -> torch.Tensor:
-    return ~((found - expected.numbers).abs() <= expected.bound)
-
-
 def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> int:
     """Return how many bytes outside the slots of written tokens changed."""
     count, slots = 0, inputs.slots[inputs.slots >= 0]
@@ -719,9 +686,6 @@ def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> 
         is_own = marks.view(-1, each).any(1).repeat_interleave(each)
         count += int(((inputs.memory[name] != before[name]) & ~is_own).sum())
     return count
-
-
-# The part of ``import attnlab`` that checks cache writes in further formats.
 
 
 def check_writes(

@@ -316,10 +316,7 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def fill_read(new_tokens_from: str) -> str:
-    """Return the fill policy that writes exactly what a kernel reads from the cache.
-
-    ``new_tokens_from`` has the values of :attr:`Op.new_tokens_from`.
-    """
+    """Return the fill policy that writes exactly what a kernel reads from the cache."""
     return _FILLS[new_tokens_from]
 
 

@@ -62,11 +62,8 @@ _op = partial(StateOp, library="vllm_linear", result="returned[0][0]")
 # Of an op that writes the states of all slots.
 _STATES: dict[str, Any] = {"states": "states", "slots": True, "skips": "rows"}
 _STATES["state_dtypes"] = ("float32", "bfloat16")
-_PLAIN: dict[str, Any] = {
-    "delta": False,
-    "scales": False,
-    "norms": False,
-}  # of an op without a delta rule
+# Of an op without a delta rule.
+_PLAIN: dict[str, Any] = {"delta": False, "scales": False, "norms": False}
 
 # vLLM's gated delta rule: prefills in chunks, decodes and speculative decodes token by token, with slots.
 GATED_DELTA_RULE_CHUNK = _op(

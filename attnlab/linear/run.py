@@ -64,11 +64,7 @@ class SourceRunner:
     platform: str = "sm_90"
 
     def __call__(self, call: StateCall) -> StateOutput:
-        """Return what the op computes; the tensors of the call stay as they are.
-
-        Raises KernelRejected for a limit that the op states itself, KernelFailed if it breaks, and what
-        loading it raises.
-        """
+        """Return what the op computes; the tensors of the call stay as they are."""
         op = call.op
         function = source_function(
             self.source, PLATFORMS[self.platform], op.module, op.python_name, False

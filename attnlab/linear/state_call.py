@@ -151,6 +151,7 @@ def make_call(case: StateCase) -> StateCall:
     accepted = None
     if case.spec_tokens:
         accepted = torch.randint(1, case.spec_tokens + 1, (seqs,), generator=draw).int()
+    lens = torch.tensor(case.query_lens)
     return StateCall(
         op=op,
         query=query.to(dtype),
@@ -161,7 +162,7 @@ def make_call(case: StateCase) -> StateCall:
         A_log=0.5 * normal(heads) - 1,
         dt_bias=0.5 * normal(*gate_shape) - 1,
         D=torch.linspace(0.5, 1.5, heads),
-        query_start_loc=_starts(case.query_lens),
+        query_start_loc=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
         states=states.to(FORMATS[case.state_dtype].dtype),
         state_indices=tables if case.spec_tokens else tables[:, 0].contiguous(),
         num_accepted_tokens=accepted,
@@ -170,11 +171,6 @@ def make_call(case: StateCase) -> StateCall:
         scale=1.0 if not op.scales else key_size**-0.5 if case.scale is None else case.scale,
         use_norm=case.use_norm,
     )
-
-
-def _starts(query_lens: tuple[int, ...]) -> torch.Tensor:
-    lens = torch.tensor(query_lens)
-    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
 
 
 def _slots(case: StateCase, draw: torch.Generator) -> tuple[torch.Tensor, int]:

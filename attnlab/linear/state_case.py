@@ -1,15 +1,14 @@
 """StateCase: one call of an op of linear attention, and hostile ones."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, group, refuse
+from attnlab.case.fields import Declared, Flag, Int, Lens, Maybe, Number, OneOf, group
 from attnlab.case.platforms import PLATFORMS
-from attnlab.case.shown import json_fields
 from attnlab.library.op import StateOp, libraries, state_ops_of
 
 STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
@@ -23,20 +22,15 @@ _data = group("data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateCase:
+class StateCase(Declared):
     """One call of an op of linear attention.
 
-    - ``op``: a name of STATE_OPS. ``query_lens``: new tokens of each sequence, 0 for none.
-    - ``num_k_heads``, ``num_v_heads``, ``head_k_dim``, ``head_v_dim``: vLLM's names; several value heads may
-      share a key head.
-    - ``initial``: which sequences have a state before the call: "all", "some" (every second has none) or
-      "none" (no states are passed).
-    - ``skipped``: sequences at the end whose slot is -1, as in a batch that is padded for a CUDA graph.
-    - ``spec_tokens``: 0, or the number of slots of each sequence in a speculative decode: each new token
-      stores its state, and the state of the last accepted token is read.
-    - ``gates``: how fast states decay. ``scale``: of the output; None is head_k_dim ** -0.5.
-    - ``use_norm``: the op normalises queries and keys. If not, the keys have the length 1 before the call.
+    The help of each field says what it is. ``initial`` "none" passes no states. ``skipped`` is as in a batch
+    that is padded for a CUDA graph. With ``spec_tokens``, each new token stores its state, and the state of
+    the last accepted token is read. Without ``use_norm``, keys have the length 1 before the call.
     """
+
+    _command = "linear"
 
     op: str = _op("vllm_fused_recurrent_gated_delta_rule", OneOf(tuple(STATE_OPS)), "the op")
     query_lens: tuple[int, ...] = _lengths((70, 3, 1), Lens(0), "new tokens of each sequence")
@@ -61,17 +55,7 @@ class StateCase:
     seed: int = _data(0, Int(0), "seed of the data")
     platform: str = _data("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
 
-    def __post_init__(self) -> None:
-        """Check every field; raise InvalidCase before anything is allocated."""
-        for name, one in STATE_FIELDS.items():
-            kind = one.metadata["kind"]
-            object.__setattr__(self, name, kind.check(name, getattr(self, name)))
-        for name, is_wrong, allowed in self._rules():
-            if is_wrong:
-                refuse(name, allowed, getattr(self, name))
-
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield fields, whether their value is wrong, and what is allowed."""
         op, of_op, lens = self.record, f"with {self.op}", self.query_lens
         yield "dtype", self.dtype not in op.dtypes, f"{' or '.join(op.dtypes)} {of_op}"
         allowed = op.state_dtypes
@@ -101,44 +85,11 @@ class StateCase:
         """Return the record of the op."""
         return STATE_OPS[self.op]
 
-    def replace(self, **changes: Any) -> "StateCase":
-        """Return the case with other values of some fields."""
-        check_names(changes)
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return json_fields(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "StateCase":
-        """Return the case of :meth:`to_dict`; raise InvalidCase for an unknown field."""
-        check_names(fields)
-        return cls(**fields)
-
-    def to_cli(self) -> str:
-        """Return the flags that differ from the defaults, as of ``attnlab linear``."""
-        words = ["attnlab linear"]
-        for name, one in STATE_FIELDS.items():
-            value = getattr(self, name)
-            if value != one.default:
-                words.append(f"--{name.replace('_', '-')} {one.metadata['kind'].text(value)}")
-        return " ".join(words)
-
-
-def check_names(fields: Mapping[str, Any]) -> None:
-    """Raise InvalidCase for a name that is no field of a StateCase."""
-    for name in fields:
-        if name not in STATE_FIELDS:
-            raise InvalidCase(f"{name} is not a field of a StateCase", field=name)
-
 
 STATE_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
     one.name: one for one in dataclasses.fields(StateCase)
 }
 
-
-# Cases that are hostile to ops of linear attention.
 
 _PREFILLS: dict[str, dict[str, Any]] = {
     "few tokens": {"query_lens": (3, 1, 5)},

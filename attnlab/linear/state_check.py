@@ -482,9 +482,6 @@ def _smaller(case: StateCase) -> Iterator[StateCase]:
             continue
 
 
-# One case: its weights, and what is wrong with it.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class StateXRay(Shown):
     """The effective weights of a case.

@@ -189,8 +189,6 @@ class Trial:
         return found
 
 
-# Scopes: the sequences and heads in which a rule holds; elsewhere the op is right.
-
 _Where = Callable[[torch.Tensor, int], torch.Tensor]
 _SCOPES: dict[str, tuple[_Where | None, _Where | None]] = {
     "": (None, None),
@@ -291,10 +289,8 @@ def fitting_scopes(trial: Trial, rule: StateRule, is_sure: bool = True) -> set[s
     return _scopes_of(trial, trial.deviation_from(exact))
 
 
-_ROUGH, _PART = (
-    8.0,
-    0.02,
-)  # what passes a first comparison, before the bounds of a rule are computed
+# What passes a first comparison, before the bounds of a rule are computed.
+_ROUGH, _PART = 8.0, 0.02
 
 
 def _scopes_of(trial: Trial, found: Deviation) -> set[str]:
@@ -392,8 +388,6 @@ def _contradicted(trials: Sequence[Trial], rule: StateRule, scope: str) -> int:
     )
 
 
-# What wrong outputs of an op of linear attention have in common, where no rule gives them.
-
 _SEQUENCES: dict[str, Callable[..., torch.Tensor]] = {
     "the wrong sequences are those after a sequence without a token": lambda lens: (
         ((lens == 0).cumsum(0) > 0) & (lens > 0)
@@ -457,7 +451,14 @@ def _of_result(one: Trial) -> Iterator[str]:
     yield from _of_heads(rows.any(0))
     yield from _of_elements((one.deviation.output > 1).flatten(0, 1).any(0))
     yield from _of_sequences(one, rows.any(1))
-    yield from _of_ratio(one, rows)
+    found, right = one.found.output.double()[rows], one.right.output[rows]
+    total = float(right.square().sum())
+    factor = float((found * right).sum()) / total if total else float("nan")
+    if factor == factor and abs(factor) > 1e-3:
+        error = (found - factor * right).abs()
+        bound = (1 + abs(factor)) * one.right.output_bound[rows]
+        if bool((error <= bound).all()):
+            yield f"the wrong rows are {factor:.2g} times what they should be"
 
 
 def _of_heads(wrong: torch.Tensor) -> Iterator[str]:
@@ -499,21 +500,6 @@ def _of_sequences(one: Trial, rows: torch.Tensor) -> Iterator[str]:
     for words, which in _SEQUENCES.items():
         if bool((wrong == which(lens)).all()) and not bool(wrong.all()):
             yield words
-
-
-def _of_ratio(one: Trial, rows: torch.Tensor) -> Iterator[str]:
-    """Yield the factor of the wrong rows, if it is one number."""
-    found, right = one.found.output.double()[rows], one.right.output[rows]
-    total = float(right.square().sum())
-    factor = float((found * right).sum()) / total if total else float("nan")
-    if factor == factor and abs(factor) > 1e-3:
-        error = (found - factor * right).abs()
-        bound = (1 + abs(factor)) * one.right.output_bound[rows]
-        if bool((error <= bound).all()):
-            yield f"the wrong rows are {factor:.2g} times what they should be"
-
-
-# Slots: whose states rows read and slots get, where these are not the right ones.
 
 
 def slot_kind(call: StateCall, slot: int, seq: int) -> str:

@@ -373,8 +373,6 @@ def _or_one(plan: StatePlan, part: str, factor: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(factor) if part in plan.missing else factor
 
 
-# StateRule: one way in which an op of linear attention can be wrong, as an edit of a StatePlan.
-
 _Edit = Callable[..., StatePlan]  # of a call and its right plan
 
 
@@ -399,9 +397,6 @@ def _all() -> Iterator[tuple[str, _Edit]]:
     yield from _slots()
     yield from _sequences()
     yield from _chunks()
-
-
-# Factors: gate, beta, scale.
 
 
 def _factors() -> Iterator[tuple[str, _Edit]]:
@@ -576,9 +571,6 @@ def _of_heads(call: StateCall, plan: StatePlan, head: Callable[[int, int, int], 
     return plan.replace(query=plan.query[:, index], key=plan.key[:, index])
 
 
-# Slots: which states are loaded and stored.
-
-
 def _slots() -> Iterator[tuple[str, _Edit]]:
     yield (
         "no state is loaded: each sequence begins from 0",
@@ -675,9 +667,6 @@ def _transposed(call: StateCall, plan: StatePlan) -> StatePlan:
     return plan.replace(read_states=plan.states.mT.reshape(plan.states.shape))
 
 
-# Sequences: where they begin, and which rows are computed.
-
-
 def _sequences() -> Iterator[tuple[str, _Edit]]:
     yield (
         "a sequence goes on from the state of the sequence before it in the batch",
@@ -721,9 +710,6 @@ def _without_first(call: StateCall, plan: StatePlan) -> StatePlan:
     written = plan.written.clone()
     written[first] = False
     return plan.replace(gate=gate, value=value, key=key, written=written)
-
-
-# Chunks: what passes from one to the next, and what tokens of one chunk do to each other.
 
 
 def _chunks() -> Iterator[tuple[str, _Edit]]:

@@ -13,17 +13,16 @@ the output (vllm/model_executor/layers/attention/mla_attention.py, 0.33.0):
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Lengths
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import FieldType, Flag, Int, Lens, Maybe, Number, OneOf, group, refuse
+from attnlab.case.fields import Declared, Flag, Int, Lens, Maybe, Number, OneOf, group
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS, Platform
-from attnlab.case.shown import Document
 
 PREFILL, DECODE, SHARDS = PATHS = ("prefill", "decode", "shards")
 PACKED, ALIGNED = CHUNKINGS = ("packed", "aligned")
@@ -50,24 +49,11 @@ _data = group("data and vLLM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlaCase(Document):
+class MlaCase(Declared):
     """One call of MLA attention.
 
     Sizes have the names of vLLM's MLADims. A head's score is (q_nope · k_nope + q_rope · k_rope) times
-    (qk_nope_head_dim + qk_rope_head_dim)^-0.5.
-
-    - ``query_lens``, ``ctx_lens``: new tokens and cached tokens of each sequence.
-    - ``chunk_rows``: tokens of context that are attended at once. ``chunking``: "packed", several requests in
-      one chunk (0.33.0), or "aligned", the same positions of all requests, so that a short context has empty
-      chunks (0.11.2). ``empty_lse``: the LSE of a row without keys, -inf (FlashAttention 3) or inf
-      (FlashAttention 2).
-    - ``partials``: the partial attentions are exact up to their dtype, or those of decode_attention_fwd.
-    - ``output_scale``: the last merge writes FP8, divided by it. ``tokens_with_context``: the last merge
-      receives the number of tokens that have context (prefill_tokens_with_context); the others come last.
-    - ``num_ranks``, ``interleave_size``: context parallelism. ``lse_dtype``: the LSE of a rank is float32, or
-      has the query's dtype, as TRITON_MLA's has.
-    - ``padding``: rows after the last sequence whose length is 0. ``num_splits``: splits of the decode op.
-    - ``spread``: the query's standard deviation. Larger scores make the parts' LSE differ more.
+    (qk_nope_head_dim + qk_rope_head_dim)^-0.5. The help of each field says what it is.
     """
 
     path: str = _path(
@@ -89,7 +75,7 @@ class MlaCase(Document):
     chunking: str = _prefill(
         PACKED,
         OneOf(CHUNKINGS),
-        "packed: several requests in one chunk; aligned: the same positions of all",
+        "packed: several requests in one chunk (0.33.0); aligned: the same positions of all (0.11.2)",
     )
     empty_lse: str = _prefill(
         "-inf", OneOf(("-inf", "inf")), "log-sum-exp (LSE) of a row without keys"
@@ -130,29 +116,14 @@ class MlaCase(Document):
     )
     platform: str = _data("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
 
-    def __post_init__(self) -> None:
-        """Check every field; raise InvalidCase before anything is allocated."""
-        for name, one in MLA_FIELDS.items():
-            kind: FieldType = one.metadata["kind"]
-            object.__setattr__(self, name, kind.check(name, getattr(self, name)))
-        if len(self.ctx_lens) != len(self.query_lens):
-            refuse("ctx_lens", f"as many as query_lens ({len(self.query_lens)})", self.ctx_lens)
-        self._check_path()
-        self._check_size()
-
-    def _check_path(self) -> None:
-        """Refuse combinations that vLLM does not have."""
-        for name in sorted({one for names in _OF_PATH.values() for one in names}):
-            if name not in _OF_PATH[self.path] and getattr(self, name) != MLA_FIELDS[name].default:
-                refuse(
-                    name, f"{MLA_FIELDS[name].default!r} on path {self.path}", getattr(self, name)
-                )
-        for name, is_wrong, allowed in self._rules():
-            if is_wrong:
-                refuse(name, allowed, getattr(self, name))
-
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield fields, whether their value is wrong, and what is allowed."""
+        """Yield also combinations that vLLM does not have."""
+        is_uneven = len(self.ctx_lens) != len(self.query_lens)
+        yield "ctx_lens", is_uneven, f"as many as query_lens ({len(self.query_lens)})"
+        for name in sorted({one for names in _OF_PATH.values() for one in names}):
+            default = MLA_FIELDS[name].default
+            is_changed = name not in _OF_PATH[self.path] and getattr(self, name) != default
+            yield name, is_changed, f"{default!r} on path {self.path}"
         on_shards, lens, is_old = self.path == SHARDS, {*self.query_lens}, self.release == "0.11.2"
         yield "block_size", not _is_power_of_two(self.block_size), "a power of two"
         is_mixed = self.path == DECODE and len(lens) > 1
@@ -171,14 +142,9 @@ class MlaCase(Document):
         yield "ctx_lens", is_mixed, "0 for the last sequences only, with tokens_with_context"
         yield "output_scale", is_old and self.output_scale is not None, "none in 0.11.2"
         yield "tokens_with_context", is_old and self.tokens_with_context, "false in 0.11.2"
-
-    def _check_size(self) -> None:
         pairs = zip(self.query_lens, self.ctx_lens, strict=True)
-        scores = self.num_heads * sum(q * (q + c) for q, c in pairs)
-        if scores > _MOST_SCORES:
-            refuse(
-                "ctx_lens", f"so short that there are at most {_MOST_SCORES} scores", self.ctx_lens
-            )
+        is_large = self.num_heads * sum(q * (q + c) for q, c in pairs) > _MOST_SCORES
+        yield "ctx_lens", is_large, f"so short that there are at most {_MOST_SCORES} scores"
 
     @property
     def lengths(self) -> Lengths:
@@ -220,24 +186,6 @@ class MlaCase(Document):
             count -= query_len
         return count
 
-    def replace(self, **changes: Any) -> "MlaCase":
-        """Return the case with other values of some fields."""
-        check_names(changes)
-        return dataclasses.replace(self, **changes)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "MlaCase":
-        """Return the case of :meth:`to_dict`; raise InvalidCase for an unknown field."""
-        check_names(fields)
-        return cls(**fields)
-
-
-def check_names(fields: Mapping[str, Any]) -> None:
-    """Raise InvalidCase for a name that is no field of an MlaCase."""
-    for name in fields:
-        if name not in MLA_FIELDS:
-            raise InvalidCase(f"{name} is not a field of an MlaCase", field=name)
-
 
 def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
@@ -247,8 +195,6 @@ MLA_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
     one.name: one for one in dataclasses.fields(MlaCase)
 }
 
-
-# MlaCases that are hostile to the ops of each path.
 
 _ONE_TOKEN = {"query_lens": (1, 1, 1)}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "query_lens": (1, 1), "ctx_lens": (40, 5)}

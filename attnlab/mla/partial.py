@@ -27,8 +27,6 @@ from attnlab.lab.reference import Rounding
 from attnlab.mla.mla_case import DECODE, PREFILL, SHARDS, MlaCase
 from attnlab.tensors.formats import FORMATS, ElementFormat, read_format
 
-# The tensors of an MlaCase: query, new latents, the paged cache, and what a reader makes of them.
-
 _SPARE_BLOCKS = 3
 
 
@@ -519,8 +517,6 @@ def in_pages(tokens: Sequence[torch.Tensor], block_size: int) -> Pair:
         used += count
     return pages, table
 
-
-# How a path computes its steps: exactly in float64 with bounds, or by ops.
 
 # Merges of partial attentions: exact, with the error that a merge in float32 may make.
 #

@@ -37,8 +37,6 @@ from attnlab.mla.partial import (
 )
 from attnlab.tensors.formats import FORMATS, distance
 
-# The three paths to the output, step by step, with any arithmetic and any fault.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
@@ -239,8 +237,6 @@ _PATHS: dict[str, Callable[[MlaCase, Inputs, Arithmetic, Fault], list[Step]]] = 
 }
 
 
-# MlaResult: a path that ran, compared with the exact path step by step.
-
 MATCH, MISMATCH = "match", "mismatch"
 
 
@@ -248,7 +244,6 @@ MATCH, MISMATCH = "match", "mismatch"
 class StepResult:
     """A step of a path, and its exact result.
 
-    - ``name``, ``kind``: see :class:`attnlab.mla.run.Step`.
     - ``ratio``: [num_tokens, num_heads], the largest error of an output element or the LSE as a multiple of
       its bound; infinite where a result is not finite, 0 for rows that see no key. Of the last merge, only
       the output counts: vLLM does not use its LSE.
@@ -306,7 +301,9 @@ class MlaResult(Shown):
     @property
     def error(self) -> float:
         """Return the largest error of the output; infinite if it is not finite where it must be."""
-        return float(_output_error(self.last.result, self.last.exact).amax())
+        exact = self.last.exact
+        error = distance(self.last.result.output, exact.output).amax(2)
+        return float(error.masked_fill(exact.lse == -torch.inf, 0.0).amax())
 
     @property
     def worst(self) -> float:
@@ -355,15 +352,6 @@ def _ratio(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """Return errors as multiples of their bounds; a bound is NaN where both results are."""
     ratio = error / bound.clamp(min=torch.finfo(torch.float64).tiny)
     return ratio.masked_fill(error == 0, 0.0).nan_to_num(torch.inf, torch.inf)
-
-
-def _output_error(result: Partial, exact: Partial) -> torch.Tensor:
-    """Return the largest error of each row and head; 0 for rows that see no key."""
-    error = distance(result.output, exact.output).amax(2)
-    return error.masked_fill(exact.lse == -torch.inf, 0.0)
-
-
-# MlaReport: the hostile cases of MLA that ran, and what they found.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -460,9 +448,6 @@ def explanations(case: MlaCase, inputs: Inputs, output: Partial) -> tuple[str, .
             width = torch.nan_to_num(predicted.errors[0]).sum()
             found.append((fault.is_blur == (case.lse_dtype == "float32"), float(width), fault.name))
     return tuple(name for *_, name in sorted(found))
-
-
-# The part of ``import attnlab`` that runs MLA paths.
 
 
 def run_mla(

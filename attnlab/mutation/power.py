@@ -30,22 +30,6 @@ from attnlab.lab.problem import Predicted, Problem, RowSlice, make_problem, samp
 from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Job, Outcome, Task
 
-# MutationReport: which mutants a test notices.
-
-# Mutants: the catalogue's defects, and outputs that are unrelated to the inputs.
-
-NINE = (  # the mutants that the study of vLLM #28490 counted
-    "scale_doubled",
-    "scale_missing",
-    "scores_ignored",
-    "causal_plus_one",
-    "causal_minus_one",
-    "keys_of_next_sequence",
-    "new_tokens_only",
-    "values_of_next_sequence",
-    "random_noise",
-)
-
 
 def _noise(at: Rows, size: torch.Tensor | float) -> Predicted:
     """Return normal noise with the standard deviation ``size``."""
@@ -83,8 +67,6 @@ MUTANTS: tuple[Defect, ...] = (
     *_NOISE,
 )
 
-
-# Score: how far a mutant moves an output, in units of what a test allows.
 
 MAX_SEQS, TOKENS, HEADS = 4, 4, 4  # of the sample; a decode has one token
 CorrectSample = list[tuple[RowSlice, Predicted]]  # some rows, each with its correct output
@@ -145,8 +127,6 @@ def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -
         margins[kernel] = max(margins.get(kernel, 0.0), float(ratio.max()))
     return Score(effect=effect, margins=margins)
 
-
-# Remedies: changes of a test's data, cache and tolerance that kill its surviving mutants.
 
 _SHORT = {  # contexts so short that each key counts, and longer ones with several blocks and partitions
     "query_lens": (1, 1, 17, 40),
@@ -364,7 +344,6 @@ class Mutant(Document):
 
     - ``outcome``: "killed" in each kernel whose rows it changes; "survived" if it survives in one; or
       "equivalent".
-    - ``effect``: the largest absolute change of an element of the sample.
     - ``margins``: by kernel, "decode" and "prefill", the largest ratio of a change of an element to what the
       test allows there; infinite for NaN. ``margin``: the smallest of the kernels that it changes. Above 1
       the test notices it.
@@ -411,7 +390,6 @@ class Mutant(Document):
 class MutationReport(Shown):
     """Which mutants a test notices.
 
-    - ``mutants``: by margin, the largest first.
     - ``proposal``: the changes of the test that kill the most survivors, or None; ``left``: mutants that
       still survive them; ``models_pass``: whether the Case's backend passes the changed test, None if it
       was not run.
@@ -525,8 +503,6 @@ def measure_power(
     return scored.report(scored.remedies(on_step) if remedies else NO_REMEDIES, began)
 
 
-# power as tasks: one for each mutant, and one for each change of the test, so that it can be sharded.
-
 _NAMED = {mutant.name: mutant for mutant in MUTANTS}
 _CHANGE = "change"
 _CHANGE_COST = 4.0  # of running the backend, in times of a mutant
@@ -638,9 +614,6 @@ def power_report(case: Case, outcomes: Mapping[str, Outcome], seconds: float) ->
         passes=lambda number: bool(of_changes[number]["passes"]),
     )
     return scored.report(scored.remedies(ignore_step), began)
-
-
-# The part of ``import attnlab`` that scores a test.
 
 
 def power(case: Case | str, *, remedies: bool = True, **changes: Any) -> MutationReport:

@@ -108,7 +108,10 @@ def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading
                 fields[name] = arguments[alias]
                 used.add(alias)
                 break
-    _take_caches(fields)
+    for new, cache in (("key", "key_cache"), ("value", "value_cache")):
+        tensor = fields.get(new)
+        if cache not in fields and isinstance(tensor, torch.Tensor) and tensor.dim() >= 4:
+            fields[cache] = fields.pop(new)
     if "key" in fields and fields.get("seq_lens") is arguments.get(CONTEXT_LENS):
         fields.pop("seq_lens", None)
     used |= _take_window(fields, arguments)
@@ -166,7 +169,7 @@ def check_complete(reading: Reading, *, writes_cache: bool = False) -> None:
     """Raise InvalidCall unless every required field was read."""
     for name in missing(reading.fields, writes_cache=writes_cache):
         names = " or ".join(NAMES[name])
-        raise InvalidCall(f"{name} must be among the arguments, as {names}, got none", field=name)
+        raise InvalidCall(f"{name} must be among the arguments, as {names}, got none")
 
 
 def take_tables(reading: Reading) -> None:
@@ -221,14 +224,6 @@ def _paged_caches(fields: dict[str, Any], page_size: Any) -> list[str]:
     return [f"the caches with blocks of {tokens}"]
 
 
-def _take_caches(fields: dict[str, Any]) -> None:
-    """Take ``k`` and ``v`` for the cache if they have its dimensions and no other argument is the cache."""
-    for new, cache in (("key", "key_cache"), ("value", "value_cache")):
-        tensor = fields.get(new)
-        if cache not in fields and isinstance(tensor, torch.Tensor) and tensor.dim() >= 4:
-            fields[cache] = fields.pop(new)
-
-
 def _take_window(fields: dict[str, Any], arguments: Arguments) -> set[str]:
     """Set ``sliding_window`` to the number of keys that a row sees, 0 for all; return the arguments read.
 
@@ -259,8 +254,6 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
         return False
     return value is None or value in neutral
 
-
-# From a Reading to a KernelCall: numbers out of tensors, dtypes, and the checks of from_tensors.
 
 _FP8_PLATFORM = {torch.float8_e4m3fn: "sm_90", torch.float8_e4m3fnuz: "gfx942"}
 
@@ -415,7 +408,7 @@ def number_of(name: str, value: Any) -> Any:
         return _NUMBERS[name](value)
     except (TypeError, ValueError) as error:
         kind = _NUMBERS[name].__name__
-        raise InvalidCall(f"{name} must be one {kind}, got {value!r:.60}", field=name) from error
+        raise InvalidCall(f"{name} must be one {kind}, got {value!r:.60}") from error
 
 
 def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tensor:
@@ -450,14 +443,12 @@ def plain_kv_cache_dtype(given: Any, key_cache: torch.Tensor, model: torch.dtype
         if given in KV_CACHE_DTYPES[1:]:
             return str(given)
         text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"
-        raise InvalidCall(f"{text}, got {given!r:.40}", field="kv_cache_dtype")
+        raise InvalidCall(f"{text}, got {given!r:.40}")
     if key_cache.dtype != model:
         text = f"key_cache must be {model} like key, uint8 or FP8, got {key_cache.dtype}"
-        raise InvalidCall(text, field="key_cache")
+        raise InvalidCall(text)
     return "auto"
 
-
-# RecordedOp: a function whose calls are recorded, and how its arguments are read.
 
 Adjust = Callable[[dict[str, Any], Reading], None]
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], BoundArguments]
@@ -583,5 +574,5 @@ def op_of_text(text: str) -> RecordedOp:
     """Return the op "module:function"; its arguments are found by their names. Raises InvalidCase."""
     module, colon, function = text.partition(":")
     if not (colon and module and function.isidentifier()):
-        raise InvalidCase(f"op must be MODULE:FUNCTION, got {text!r}", field="op")
+        raise InvalidCase(f"op must be MODULE:FUNCTION, got {text!r}")
     return RecordedOp(module=module, function=function)

@@ -50,8 +50,6 @@ from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
 from attnlab.tensors.call_file import moved
 
-# Recorded: one call as it was recorded, before it is converted to a KernelCall.
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Recorded:
@@ -61,7 +59,6 @@ class Recorded:
     - ``is_write``: whether it is a cache write. ``is_guess``: see :class:`RecordedOp`.
     - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
-    - ``rejection``: the error that the op raised, or "".
     - ``number``: that of the call in this process; other readings of it have the same.
     """
 
@@ -106,14 +103,12 @@ class Recorded:
         """Return what runs the call again in this process: the installed vLLM, or the function.
 
         None of a cache write.
-
-        Raises Unavailable for an op of vLLM that is not installed.
         """
         if self.is_write or self.function is None:
             return None
         if not self.call.is_foreign:
             return backend_of_origin(self.call)
-        kernel = kernel_of(inspect.unwrap(self.function), self.forms)
+        kernel = kernel_of(_with_modes(inspect.unwrap(self.function)), self.forms)
         return PluginBackend(spec=self.kernel, function=kernel, stands_for=self.call.op)
 
     @property
@@ -179,7 +174,6 @@ _inside = threading.local()
 class Calls(Sequence[KernelCall]):
     """The last calls that were recorded, as KernelCalls, the oldest first.
 
-    - ``keep``: the most calls that are kept. ``seen``: how many were recorded.
     - ``recorded``: the calls before they were converted and checked.
 
     Raises InvalidCall, when a call is read, if its arguments contradict each other.
@@ -424,6 +418,17 @@ class Capture:
             return fields
         tensors = {name: one for name, one in fields.items() if isinstance(one, torch.Tensor)}
         return {**fields, **moved(tensors, "cpu")}
+
+
+def _with_modes(function: Function) -> Function:
+    """Return a test's function with torch's modes and subclasses, without which a report is made."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._EnableTorchFunction(), torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _copied(value: Any) -> Any:

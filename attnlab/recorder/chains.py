@@ -20,11 +20,8 @@ from attnlab.recorder.patches import note_of, set_note
 
 _EXPONENTIALS = ("softmax", "exp", "exp_", "exp2", "exp2_")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm")
-_ROWS, _KEYS, _SIZE = (
-    "row",
-    "key",
-    "size",
-)  # dimensions of a product; the others are those of its batch
+# Dimensions of a product; the others are those of its batch.
+_ROWS, _KEYS, _SIZE = "row", "key", "size"
 _MOST = 1 << 26  # elements of a tensor that is followed
 _NOISE = 1e-3  # of scores that are equal but for rounding
 

@@ -26,10 +26,7 @@ from attnlab.tensors.call_file import is_call_file
 
 
 def load_torch(path: Path) -> Any:
-    """Return what ``torch.save`` wrote: tensors, numbers, texts, lists and dicts.
-
-    Raises InvalidCall for a damaged file and for one that would execute code.
-    """
+    """Return what ``torch.save`` wrote: tensors, numbers, texts, lists and dicts."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other pickle protocols; the error says enough
@@ -274,7 +271,7 @@ def read_call(
     path, names = Path(path), dict(names or {})
     _check_names(names)
     if op is not None and op not in OPS:
-        raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {op!r}", field="op")
+        raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {op!r}")
     if path.is_dir():
         if (path / METADATA).exists():
             _check_no_names(path, names, ())
@@ -299,7 +296,7 @@ def parse_names(text: str) -> dict[str, str]:
     for word in text.split(","):
         field, equals, key = word.partition("=")
         if not (equals and field and key):
-            raise InvalidCall(f"map must be FIELD=KEY,…, got {word!r:.60}", field="map")
+            raise InvalidCall(f"map must be FIELD=KEY,…, got {word!r:.60}")
         names[field.strip()] = key.strip()
     _check_names(names)
     return names
@@ -308,15 +305,14 @@ def parse_names(text: str) -> dict[str, str]:
 def _check_names(names: Mapping[str, str]) -> None:
     for field in names:
         if field not in NAMES:
-            raise InvalidCall(f"map must name {', '.join(NAMES)}, got {field!r:.60}", field="map")
+            raise InvalidCall(f"map must name {', '.join(NAMES)}, got {field!r:.60}")
 
 
 def _check_no_names(path: Path, names: Mapping[str, str], keys: Collection[str]) -> None:
     """Raise InvalidCall if names are given for a file that names its own fields."""
     if names:
         own = f": {', '.join(keys)}" if keys else ""
-        text = f"map must not be given with {path}, which names its own fields{own}"
-        raise InvalidCall(text, field="map")
+        raise InvalidCall(f"map must not be given with {path}, which names its own fields{own}")
 
 
 def _of_dict(
@@ -342,10 +338,7 @@ def _number(path: Path, field: str, key: str, values: Mapping[str, Any]) -> Any:
         return int(key) if key.lstrip("-").isdigit() else float(key)
     except ValueError:
         text = f"map must name keys of {path} ({', '.join(map(str, values))})"
-        raise InvalidCall(f"{text}, got {field}={key}", field="map") from None
-
-
-# SGLang's dumper: one file per tensor.
+        raise InvalidCall(f"{text}, got {field}={key}") from None
 
 
 def _sglang_folder(folder: Path) -> tuple[dict[str, Any], Origin]:

@@ -250,9 +250,6 @@ def _are_alike(left: Any, right: Any) -> bool:
     return both and left.shape == right.shape and left.numel() > 1
 
 
-# A test's comparison of a written cache: which half it is, and where its expected value is wrong.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Half:
     """The keys or the values of a written cache, as a test's tensor has them.
@@ -355,7 +352,6 @@ class Match:
 
     - ``index``: [elements of the tensor] int64, the place of each in the flat output.
     - ``factor``: what the tensor must be multiplied by to be the numbers of the output.
-    - ``is_whole``: it has every element.
     """
 
     index: torch.Tensor
@@ -469,11 +465,8 @@ def _comparable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).double().nan_to_num(_NAN, torch.inf, -torch.inf) + 0.0
 
 
-_IN_CACHE = (
-    "newest_slot_zero",
-    "newest_slot_nan",
-    "newest_slot_unwritten",
-)  # contents of the cache
+# Contents of the cache.
+_IN_CACHE = "newest_slot_zero", "newest_slot_nan", "newest_slot_unwritten"
 # Arguments that two calls may differ in, and what a difference is called.
 _ARGUMENTS = (
     "softcap", "sliding_window", "window_right", "causal", "alibi_slopes", "sinks", "k_scale", "v_scale",
@@ -487,10 +480,8 @@ class Judgement:
 
     - ``side``: "the kernel", "the arguments of the call", "the expected value", "the kernel and the expected
       value", "the tolerance", "the test's dtypes", "the test's arguments", "neither" or "unknown".
-    - ``evidence``: one sentence.
     - ``diagnosis``: that of the call's output. ``comparison``: the test's, or None if it compared
       something else.
-    - ``read_as``: how arguments of another form were read.
     """
 
     side: str
@@ -756,10 +747,7 @@ def _side_of_output(diagnosis: Diagnosis) -> str:
 
 
 def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float, int, bool]:
-    """Return the expected value's largest error, its wrong rows, and whether it exceeds the tolerance.
-
-    The error beyond what the dtype of the expected value rounds counts.
-    """
+    """Return the expected value's largest error, its wrong rows, and whether it exceeds the tolerance."""
     if call.spec.writes_cache:
         target = Target.of(where_it_ran(call, Case()).case)
         return errors_of_write(call, target, comparison)

@@ -375,17 +375,6 @@ def _add_judgement(report: FailureReport, judgement: Judgement, found: FoundByRu
     for text in () if found is None else found.unknown:
         report.add("unknown", text)
     report.add("evidence", judgement.evidence)
-    rows = _rows(diagnosis)
-    if rows:
-        report.add("wrong rows", rows)
-    if judgement.read_as:
-        report.add("read as", "; ".join(judgement.read_as))
-    for violation in diagnosis.violations[:2]:
-        if violation.effect != "harmless":
-            report.add("violation", violation.text)
-
-
-def _rows(diagnosis: Diagnosis) -> str:
     parts = []
     if diagnosis.place is not None:
         parts.append(
@@ -395,7 +384,14 @@ def _rows(diagnosis: Diagnosis) -> str:
     if diagnosis.unwritten:
         known_by = "as before the call" if diagnosis.unwritten_by == "buffer" else "not written"
         parts.append(f"{known_by}: {list_text('row', diagnosis.unwritten)}")
-    return "; ".join(parts)
+    rows = "; ".join(parts)
+    if rows:
+        report.add("wrong rows", rows)
+    if judgement.read_as:
+        report.add("read as", "; ".join(judgement.read_as))
+    for violation in diagnosis.violations[:2]:
+        if violation.effect != "harmless":
+            report.add("violation", violation.text)
 
 
 def _conclusion(diagnosis: Diagnosis) -> str:

@@ -110,7 +110,11 @@ def write_of_reading(reading: Reading, origin: Origin) -> KernelCall:
         e4m3 = PLATFORMS[origin.platform].fp8_e4m3 if origin.platform in PLATFORMS else "fp8_e4m3fn"
         stored = read_format(kind, key.dtype, e4m3).dtype
     slots = fields["slot_mapping"].flatten()
-    _check_slots(slots, before[1].shape[0] * before[1].shape[3])
+    count = before[1].shape[0] * before[1].shape[3]
+    beyond = torch.nonzero(slots >= count).flatten()
+    if len(beyond):
+        at = int(beyond[0])
+        raise InvalidCall(f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}")
     empty = torch.zeros(0, dtype=torch.int32, device=slots.device)
     return KernelCall(
         op=WRITE,
@@ -153,17 +157,8 @@ def _scale(name: str, fields: Mapping[str, Any], cache: torch.Tensor) -> float |
     blocks, heads, _, size = cache.shape
     if tuple(scale.shape) != (heads,):
         text = f"{name} must be a number or have shape ({heads},), got {tuple(scale.shape)}"
-        raise InvalidCall(text, field=name)
+        raise InvalidCall(text)
     return scale.expand(blocks, size, heads)
-
-
-def _check_slots(slots: torch.Tensor, count: int) -> None:
-    """Raise InvalidCall for a slot that the cache does not have."""
-    beyond = torch.nonzero(slots >= count).flatten()
-    if len(beyond):
-        at = int(beyond[0])
-        text = f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}"
-        raise InvalidCall(text, field="slot_mapping")
 
 
 # Ops as rows: module, function, the op of attnlab, the layout of the cache, what completes the reading, and
@@ -201,7 +196,8 @@ def _flash(arguments: dict[str, Any], reading: Reading) -> None:
         else:
             reading.fields.setdefault("seq_lens", starts.diff())
     reading.fields["causal"] = bool(arguments.get("causal", False))
-    right = _right(arguments.get("window_size"))
+    window = arguments.get("window_size")
+    right = int(window[1]) if isinstance(window, (tuple, list)) else -1
     if reading.fields["causal"] and right > 0:
         reading.unmodelled.append("window_size to the right")
     if isinstance(arguments.get("window_size"), (tuple, list)):
@@ -357,10 +353,6 @@ def _pages(given: Mapping[str, Any], device: torch.device) -> dict[str, torch.Te
     if isinstance(given.get("qo_indptr"), torch.Tensor):
         found["query_start_loc"] = given["qo_indptr"].to(device)
     return found
-
-
-def _right(window: Any) -> int:
-    return int(window[1]) if isinstance(window, (tuple, list)) else -1
 
 
 def _trtllm(arguments: dict[str, Any], reading: Reading) -> None:
@@ -677,8 +669,6 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
     rows += [(_CUSTOM, name, op, "x-split", adjust, _OF_CUSTOM) for name, op, adjust in _COMPILED]
     return (*map(_op, rows), *write_ops(FOLDERS, _CUSTOM))
 
-
-# All ops that are recorded: those of attnlab, and those of the entry-point group ``attnlab.ops``.
 
 GROUP = "attnlab.ops"
 

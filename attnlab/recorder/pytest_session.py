@@ -243,10 +243,21 @@ class Session:
         if not is_reported and not is_scored:
             return report
         try:
-            # The test may have set another default device.
-            with torch.device("cpu"), self._comparisons.paused():
+            # Without Watch, which takes most of the time, and without a default device of the test.
+            with torch._C.DisableTorchFunction(), self._comparisons.paused():
                 if is_reported:
-                    self._add_section(item, report)
+                    began = time.perf_counter()
+                    found: FailureReport = report_failure(
+                        item.nodeid,
+                        self._recorded(),
+                        [*self._comparisons.measured, *self._comparisons.last],
+                        self._folder,
+                        self._seconds if self._seconds_left > 0 else 0.0,
+                        self._left_out(),
+                    )
+                    self._seconds_left -= time.perf_counter() - began
+                    report.sections.append(("attnlab", "\n".join(found.lines())))
+                    self._add_properties(item, report, found.properties())
                 else:
                     self._add_powers(item, report)
         except Exception as error:
@@ -284,20 +295,6 @@ class Session:
         what = f"not recorded: {seen}" if seen else "no function that attnlab knows was called"
         line = f"no attention call: {what}; add the function that computes attention: {_ADD}"
         return [("attnlab", line)]
-
-    def _add_section(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        began = time.perf_counter()
-        found: FailureReport = report_failure(
-            item.nodeid,
-            self._recorded(),
-            [*self._comparisons.measured, *self._comparisons.last],
-            self._folder,
-            self._seconds if self._seconds_left > 0 else 0.0,
-            self._left_out(),
-        )
-        self._seconds_left -= time.perf_counter() - began
-        report.sections.append(("attnlab", "\n".join(found.lines())))
-        self._add_properties(item, report, found.properties())
 
     def _add_powers(self, item: pytest.Item, report: pytest.TestReport) -> None:
         powers = powers_of(item.nodeid, list(self._capture.calls.recorded), self._comparisons.last)

@@ -77,7 +77,7 @@ def read_start(
     50 random cases.
     """
     if kernel and source:
-        raise InvalidCase("source must not be given with kernel", field="source")
+        raise InvalidCase("source must not be given with kernel")
     path = Path(text).expanduser()
     if "[" in text or text.startswith("test_"):
         fields = {} if stage is None else {"stage": stage}
@@ -107,16 +107,13 @@ def _wrong_case(kernel: str) -> Case:
 
 
 def next_notebook(folder: Path, name: str) -> Path:
-    """Return the path of a new notebook: the next number, and the name as a slug.
-
-    Raises InvalidCase for a name without letters, or one that a notebook of the folder has.
-    """
+    """Return the path of a new notebook: the next number, and the name as a slug."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     known = sorted(folder.glob("[0-9][0-9]-*.ipynb"))
     if not slug:
-        raise InvalidCase(f"name must have letters or digits, got {name!r}", field="name")
+        raise InvalidCase(f"name must have letters or digits, got {name!r}")
     if any(path.stem[3:] == slug for path in known):
-        raise InvalidCase(f"name must be new, got {name!r}, which {folder} has", field="name")
+        raise InvalidCase(f"name must be new, got {name!r}, which {folder} has")
     number = int(known[-1].stem[:2]) + 1 if known else 1
     return folder / f"{number:02}-{slug}.ipynb"
 
@@ -180,10 +177,7 @@ def notebook_text(start: Start, title: str, found: _Found) -> str:
 
 
 def write_notebook(path: Path, start: Start, title: str, on_step: OnStep) -> _Found:
-    """Run the experiments, write the notebook and run it; ``on_step(text, done, total)`` hears of each.
-
-    Raises AttnLabError if the call does not fail, or the notebook does not run.
-    """
+    """Run the experiments, write the notebook and run it; ``on_step(text, done, total)`` hears of each."""
     lab = Lab(source=Path(start.source)) if start.source else Lab()
     if start.call is not None:
         call = read_call(start.call)

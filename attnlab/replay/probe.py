@@ -138,12 +138,10 @@ def _other_slots(call: KernelCall) -> dict[str, Any]:
 
 
 TWO_BOUNDS = 2.0  # two correct outputs differ by at most two rounding bounds
-CORRUPTION, WRONG, ORDER, NO_CHANGE = (
-    "corruption",
-    "wrong computation",
-    "reduction order",
-    "no change",
-)
+CORRUPTION = "corruption"
+WRONG = "wrong computation"
+ORDER = "reduction order"
+NO_CHANGE = "no change"
 OnVariation = Callable[[str, int], None]
 
 
@@ -309,9 +307,6 @@ def _size(variations: Sequence[Variation]) -> str:
 
 def _ran_count(variations: Sequence[Variation]) -> int:
     return sum(one.change is not None for one in variations)
-
-
-# The part of ``import attnlab`` that probes a saved call.
 
 
 def probe_call(

@@ -168,12 +168,14 @@ def compare_backends(
     """
     for one in backends:
         if not one.has_op(op):
-            raise InvalidCase(f"op must be one that {one.version} has, got {op}", field="op")
+            raise InvalidCase(f"op must be one that {one.version} has, got {op}")
     left_out: Counter[str] = Counter()
     found: list[Compared] = []
     for case in _cases(backends, op, platform, count * _DRAWS, seed):
         on_case(len(found))
-        compared = _compared(case, backends, platform)
+        call = Lab().call(case.replace(backend="model", trace_reads=False))
+        outcomes = tuple(_outcome(call, one, platform) for one in backends)
+        compared = Compared(case=case, outcomes=(outcomes[0], outcomes[1]))
         reasons = [each.reason for each in compared.outcomes if each.status == CANNOT_RUN]
         if reasons:
             left_out[reasons[0]] += 1
@@ -194,13 +196,6 @@ def _cases(
             case = random_case(backends[0], op, platform, rng)
             other.check_features(case.replace(backend=other.name, release=other.release))
             yield case
-
-
-def _compared(case: Case, backends: tuple[Backend, Backend], platform: str) -> Compared:
-    """Run a case on both backends."""
-    call = Lab().call(case.replace(backend="model", trace_reads=False))
-    outcomes = tuple(_outcome(call, one, platform) for one in backends)
-    return Compared(case=case, outcomes=(outcomes[0], outcomes[1]))
 
 
 def _outcome(call: KernelCall, backend: Backend, platform: str) -> Outcome:

@@ -35,8 +35,6 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import Formats
 
-# Expected: the correct output of a call and its rounding bound, and how an output differs from it.
-
 _SHARP_WORK = 1 << 26  # products of a weight and a value, up to which every row has the sharp bound
 _EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the correct one is computed in float64
 _ROWS_AT_ONCE = 64
@@ -125,24 +123,16 @@ def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return differs & ~(one.double().isnan() & other.double().isnan())
 
 
-# The call and the Case that say where it runs.
-
-
 def check_replayable(call: KernelCall) -> None:
     """Raise InvalidCall for a call without a reference."""
     check_diagnosable(call, writes=True)
 
 
 def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...]) -> Case:
-    """Return the Case with the platform of the call and the release whose rules the backend follows.
-
-    ``case`` and ``given``: what the user stated, as for :func:`where_it_ran`.
-    """
+    """Return the Case with the platform of the call and the release whose rules the backend follows."""
     ran = where_it_ran(call, case, given).case
     return ran if "release" in given else ran.replace(release=backend.release)
 
-
-# Replay: what one backend made of a call. Replays: those of several backends, as one table.
 
 MATCH, MISMATCH, REJECTED, CANNOT_RUN = "match", "mismatch", "rejected", "cannot run"
 UNSTABLE = "not deterministic"
@@ -427,9 +417,6 @@ def _error(output: torch.Tensor, expected: Expected) -> Difference:
     return compare_outputs(output, None, expected)
 
 
-# A call's run as a Result, with its errors and the reads.
-
-
 def lab_of_call(
     call: KernelCall, case: Case, given: Sequence[str], runner: Backend | None
 ) -> CallLab | None:
@@ -461,9 +448,6 @@ def call_result(
     if lab is None:
         raise InvalidCall("call must be one that a Case can have, run on a source or a backend")
     return lab.run(lab.case.replace(trace_reads=lab.runner.traces_reads))
-
-
-# The part of ``import attnlab`` that replays a saved call.
 
 
 def replay_call(

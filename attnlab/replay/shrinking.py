@@ -42,8 +42,6 @@ from attnlab.replay.replay_call import (
 from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Words
 from attnlab.tensors.call import KernelCall
 
-# Steps: the calls that are smaller than a call by one step, the largest steps first.
-
 Step = tuple[str, KernelCall]  # what it does, in words, and its call
 _SINGLE = 8  # sequences, heads or rows that are tried alone, the worst first
 _PLAIN: dict[str, Any] = {
@@ -75,7 +73,16 @@ def smaller_calls(call: KernelCall, ratio: torch.Tensor, *, runs: bool) -> Itera
         yield from _fewer_rows(call, ratio)
     if runs:
         yield from _shorter_contexts(call)
-        yield from _plainer(call)
+        for field, plain in _PLAIN.items():
+            given = getattr(call, field)
+            if given is not None and (isinstance(given, torch.Tensor) or given != plain):
+                yield f"{field} {plain}", dataclasses.replace(call, **{field: plain})
+        yield from _fewer_ranges(call)
+        if call.sliding_window > 1:
+            half = call.sliding_window // 2
+            right = None if call.window_right is None else min(call.window_right, half - 1)
+            smaller = dataclasses.replace(call, sliding_window=half, window_right=right)
+            yield f"sliding_window {half}", smaller
         yield from _smaller_heads(call)
     fewer = with_fewer_blocks(call)
     if fewer is not None:
@@ -166,20 +173,6 @@ def _shorter_contexts(call: KernelCall) -> Iterator[Step]:
 
 def _without_blocks(one: KeptSequence, blocks: int) -> KeptSequence:
     return dataclasses.replace(one, blocks=blocks)
-
-
-def _plainer(call: KernelCall) -> Iterator[Step]:
-    """Yield calls without one feature, or with a window of half the size."""
-    for field, plain in _PLAIN.items():
-        given = getattr(call, field)
-        if given is not None and (isinstance(given, torch.Tensor) or given != plain):
-            yield f"{field} {plain}", dataclasses.replace(call, **{field: plain})
-    yield from _fewer_ranges(call)
-    if call.sliding_window > 1:
-        half = call.sliding_window // 2
-        right = None if call.window_right is None else min(call.window_right, half - 1)
-        smaller = dataclasses.replace(call, sliding_window=half, window_right=right)
-        yield f"sliding_window {half}", smaller
 
 
 def _fewer_ranges(call: KernelCall) -> Iterator[Step]:
@@ -307,10 +300,7 @@ class Judge:
     given: tuple[str, ...] = ()
 
     def failure(self, call: KernelCall, ran: Ran | None = None) -> Failure | None:
-        """Return how a call fails, or None if it does not, cannot run, or fails in one of two equal runs.
-
-        ``ran``: its run, None to run it.
-        """
+        """Return how a call fails, or None if it does not, cannot run, or fails in one of two equal runs."""
         ran = self.run(call) if ran is None else ran
         if ran.status == REJECTED:
             text = re.sub(r"\d+", "#", str(ran.failure))
@@ -418,7 +408,8 @@ class _Search:
 
     def _step(self) -> bool:
         """Take the first step that keeps the fault; answer whether there is one."""
-        for text, smaller in self._smaller():
+        runs = self.judge.backend is not None
+        for text, smaller in smaller_calls(self.found.call, self.found.ratio, runs=runs):
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.is_complete = False
                 return False
@@ -430,10 +421,6 @@ class _Search:
                 self.steps.append(text)
                 return True
         return False
-
-    def _smaller(self) -> Iterator[tuple[str, KernelCall]]:
-        runs = self.judge.backend is not None
-        return smaller_calls(self.found.call, self.found.ratio, runs=runs)
 
     def _same(self, call: KernelCall) -> Failure | None:
         """Return how a call fails if it is the same fault, otherwise None."""
@@ -452,9 +439,6 @@ class _Search:
         except AttnLabError:
             return None
         return failure
-
-
-# The part of ``import attnlab`` that shrinks a saved call.
 
 
 def shrink_call(

@@ -81,19 +81,13 @@ class SourceLine:
 
 
 def check_writable(folder: Path) -> None:
-    """Create the folder of the pages.
-
-    Raises Unavailable if a package of the reports is missing, InvalidCase if the folder cannot be created.
-    """
+    """Create the folder of the pages."""
     check_installed("pages", "jinja2", "nbconvert", "pygments")
     make_output_folder(folder, "coverage_html")
 
 
 def write_coverage(report: "Report", folder: Path, command: str) -> Path:
-    """Write a page for each op of a report and ``index.html``; return the latter.
-
-    Raises the errors of :func:`check_writable`.
-    """
+    """Write a page for each op of a report and ``index.html``; return the latter."""
     check_writable(folder)
     from attnlab.reports.pages import render_page
 
@@ -114,7 +108,14 @@ def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
     """Yield the lines of a function."""
     gaps = _by_line(function, found.missing)
     excused = _by_line(function, found.excused)
-    for i, line in enumerate(_coloured("\n".join(function.text))):
+    from pygments import highlight
+    from pygments.formatters.html import HtmlFormatter
+    from pygments.lexers.python import PythonLexer
+
+    html: str = highlight(
+        "\n".join(function.text), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
+    )
+    for i, line in enumerate(html.splitlines()):
         number = function.line + i
         missing, allowed = gaps.get(number, []), excused.get(number, [])
         state = "reached" if number in function.statements else ""
@@ -135,18 +136,6 @@ def _by_line(function: "Function", gaps: list["Gap"]) -> dict[int, list["Gap"]]:
             found.setdefault(gap.line, []).append(gap)
     return found
 
-
-def _coloured(text: str) -> list[str]:
-    """Return the lines of a Python text as HTML with Pygments' classes."""
-    from pygments import highlight
-    from pygments.formatters.html import HtmlFormatter
-    from pygments.lexers.python import PythonLexer
-
-    html: str = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
-    return html.splitlines()
-
-
-# The page of ``attnlab releases``: a row per fault, a column per release.
 
 SIGNS = {"finding": "●", "sound": "·", "other fault": "○", "absent": "", "not run": "?"}
 NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not confirmed": "≠", "not runnable": "–", "not tried": ""}
@@ -206,12 +195,6 @@ def _age(table: ReleaseTable, fault: Fault) -> str:
     return _CURRENT if newest & {*fault.releases} else _EARLIER if fault.releases else _NEVER
 
 
-def _group(table: ReleaseTable, fault: Fault) -> str:
-    """Return the heading above a fault."""
-    age = _age(table, fault)
-    return f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op
-
-
 def _title(table: ReleaseTable) -> str:
     """Return what the table is about."""
     libraries = [*table.libraries]
@@ -224,13 +207,14 @@ def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
     finding, first = fault.finding, next(iter(fault.releases), "")
     is_vllm = finding.case.backend == "vllm" and not finding.horizon
     source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
+    age = _age(table, fault)
     return Row(
         number=number,
         fault=fault,
         spans=spans(table.releases, fault),
         kind=KINDS[finding.kind],
         command=finding.run(first) + source,
-        group=_group(table, fault),
+        group=f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op,
         runs={
             state: [(one, ranges(table.releases, one.releases)) for one in of]
             for state in STATES
@@ -277,20 +261,13 @@ class Picture:
 
 
 def check_folder(folder: Path) -> None:
-    """Create the folder.
-
-    Raises Unavailable if matplotlib or a package of the reports is missing, and InvalidCase if the folder
-    cannot be created.
-    """
+    """Create the folder."""
     check_installed("pictures", "jinja2", "matplotlib", "pygments")
     make_output_folder(folder, "pictures")
 
 
 def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
-    """Write a PNG of each finding, and a page with all of them, to ``folder``; return the page.
-
-    The page has an X-ray of each finding. The Cases run again. Raises the errors of :func:`check_drawable`.
-    """
+    """Write a PNG of each finding, and a page with all of them, to ``folder``; return the page."""
     check_folder(folder)
     from attnlab.reports.pages import write_findings
 
@@ -495,8 +472,6 @@ def _clean(text: str) -> str:
     return _NO_XML.sub("\ufffd", text)
 
 
-# The report of a check as SARIF 2.1.0, for code scanning: a rule per kind of finding, and its line.
-
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
@@ -604,8 +579,6 @@ def _fingerprint(finding: Finding) -> str:
     return hashlib.sha256("\0".join(finding.group).encode()).hexdigest()[:32]
 
 
-# The report of a check as a short Markdown table, for the summary of a CI job.
-
 VARIABLE = "GITHUB_STEP_SUMMARY"
 _HEAD = "| op | finding | diagnosis | cases | line |\n|---|---|---|---|---|"
 
@@ -674,10 +647,7 @@ def _text(text: str) -> str:
 
 
 def append_summary(report: Report) -> None:
-    """Append the summary to the file that GITHUB_STEP_SUMMARY names, if it is set.
-
-    Raises InvalidCase if the file cannot be written.
-    """
+    """Append the summary to the file that GITHUB_STEP_SUMMARY names, if it is set."""
     path = os.environ.get(VARIABLE)
     if not path:
         return

@@ -186,9 +186,6 @@ def _steps(log: ProgramLog, caches: Sequence[tuple[Region, Region]]) -> Iterator
         yield step()
 
 
-# The document.
-
-
 def close_up(run: TracedRun) -> dict[str, Any] | None:
     """Return the document of a run, or None if it has no output rows."""
     result = run.result
@@ -237,7 +234,14 @@ class _Document:
     def to_dict(self) -> dict[str, Any]:
         """Return the document."""
         tokens, heads = self.wrong.shape
-        steps = self._chosen_steps()
+        cells = {(row, head) for row in self.rows for head in self.heads}
+        found = [
+            (number, step)
+            for number, program in enumerate(self.run.programs)
+            if cells & program.cells
+            for step in program.steps
+        ]
+        steps = found[:_MOST_STEPS]
         return {
             "tokens": [self._token(row) for row in self.rows],
             "heads": self.heads,
@@ -288,17 +292,6 @@ class _Document:
         slots = self.call.block_table.cpu().long()[seq, seen // size] * size + seen % size
         read = torch.tensor(sorted({slot for step in own for slot in step.slots}))
         return runs_of(seen[~torch.isin(slots, read)].tolist())
-
-    def _chosen_steps(self) -> list[tuple[int, Step]]:
-        """Return the steps for the chosen cells, each with the number of its program, up to a limit."""
-        cells = {(row, head) for row in self.rows for head in self.heads}
-        found = [
-            (number, step)
-            for number, program in enumerate(self.run.programs)
-            if cells & program.cells
-            for step in program.steps
-        ]
-        return found[:_MOST_STEPS]
 
     def _sequence(self, seq: int, steps: Sequence[tuple[int, Step]]) -> dict[str, Any]:
         """Return the blocks of a sequence, and further ones that are read: (block, label, positions)."""

@@ -26,6 +26,7 @@ from typing import IO, Any, cast
 
 from attnlab.case.errors import AttnLabError, check_installed
 from attnlab.case.flags import share_out
+from attnlab.case.machine import available_bytes, cores
 from attnlab.case.output_file import check_output_file
 from attnlab.kernels.child_process import end_with_parent, ending_with_parent
 from attnlab.lab.products import sharing_between_processes
@@ -137,10 +138,7 @@ def can_fork(command: Sequence[str]) -> bool:
 def fork_kernel(
     command: Sequence[str], environment: Mapping[str, str], folder: str | None, words: IO[bytes]
 ) -> ForkedKernel:
-    """Start the kernel of a command that can fork, in ``folder``.
-
-    What it writes to its own stdout and stderr goes to ``words``.
-    """
+    """Start the kernel of a command that can fork, in ``folder``."""
     context = multiprocessing.get_context("forkserver")
     kernel = _Kernel(list(command[3:]), dict(environment), folder, words.fileno())
     process = context.Process(target=kernel)
@@ -331,10 +329,7 @@ class Run:
         return self.reports / f"{self.name}.html"
 
     def outcome(self) -> Outcome:
-        """Execute the notebook, write its page and return how it ended.
-
-        Raises AttnLabError if the page cannot be written; every other failure is in the Outcome.
-        """
+        """Execute the notebook, write its page and return how it ended."""
         started = time.perf_counter()
         self.executed.unlink(missing_ok=True)
         status, message = self._execute()
@@ -343,7 +338,10 @@ class Run:
             status, message, executed = self._report(status, message)
         except Exception as error:  # a broken notebook must not stop the others
             message = message or _in_one_line(error)
-            self._replace_executed()
+            from nbformat import v4, write
+
+            cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
+            write(v4.new_notebook(cells=[cell]), self.executed)
             status, message, executed = self._report("error", message)
         return Outcome(
             name=self.name,
@@ -374,24 +372,20 @@ class Run:
         if status in ("passed", "unavailable") and not all(verdict.ok for verdict in verdicts):
             status = "failed"
             message = "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
-        write_post_mortem(
-            self.executed,
-            self.html,
-            command=self._command(),
-            failure=message,
-            status=status,
-            pages=self.pages,
-        )
-        return status, message, notebook
-
-    def _command(self) -> str:
-        """Return the command line that reproduces the page."""
         words = ["attnlab", "investigate", self.name.split("-", 1)[0]]
         if self.folder_flag:
             words += ["--notebooks-folder", str(self.source.parent)]
         for name, value in self.parameters.items():
             words += ["-p", f"{name}={as_flag(value)}"]
-        return shlex.join(words)
+        write_post_mortem(
+            self.executed,
+            self.html,
+            command=shlex.join(words),
+            failure=message,
+            status=status,
+            pages=self.pages,
+        )
+        return status, message, notebook
 
     def _execute(self) -> tuple[Status, str]:
         """Run papermill; return the status and one line about the failure."""
@@ -462,13 +456,6 @@ class Run:
     def _on_executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
         self.on_progress(self.name, cell_index + 1, self.total)
 
-    def _replace_executed(self) -> None:
-        """Replace a missing or broken executed notebook by one that says so."""
-        from nbformat import v4, write
-
-        cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
-        write(v4.new_notebook(cells=[cell]), self.executed)
-
 
 def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error))}"
@@ -500,8 +487,6 @@ def as_flag(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# Run several notebooks and write their pages.
-
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent / "notebooks"
 OnEnd = Callable[[Outcome], None]
 
@@ -509,7 +494,7 @@ OnEnd = Callable[[Outcome], None]
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 # The longest notebooks start first, so that none runs alone at the end. 06 does not wait for what 03 makes.
 _START_FIRST = ("03", "06", "00", "07", "08", "04")
-_NOTEBOOK_GIB = 6.0  # the largest notebook needed 5.3 GiB at the size of the test
+_NOTEBOOK_BYTES = 6 << 30  # the largest notebook needed 5.3 GiB at the size of the test
 
 
 def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
@@ -605,26 +590,7 @@ def investigate(
 
 def default_jobs(paths: Sequence[Path]) -> int:
     """Return how many notebooks to run at once: one per core, limited by the free memory."""
-    return max(1, int(min(cores(), len(paths), free_memory_gib() / _NOTEBOOK_GIB)))
-
-
-def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_memory_gib() -> float:
-    """Return the available memory, at most the limit of the container; infinity if it is unknown."""
-    free = math.inf
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = (
-            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
-        )
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
-    except (OSError, StopIteration, ValueError):  # not Linux, no limit, or "max"
-        return free
-    return free
+    return max(1, int(min(cores(), len(paths), available_bytes() / _NOTEBOOK_BYTES)))
 
 
 @dataclass(slots=True, kw_only=True)

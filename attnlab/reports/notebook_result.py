@@ -15,8 +15,6 @@ from attnlab.case.shown import Shown
 from attnlab.show.notebook import Json, Verdict, as_text, plain, versions
 from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Tone, Words
 
-# The post-mortem of a notebook as data: its page shows the summary on top and the follow-up at the end.
-
 POST_MORTEM_MIME = "application/vnd.attnlab.post-mortem+json"
 OWNERS = ("kernel", "test", "upstream")
 SUMMARY = ("failed", "where", "since", "cause", "fix", "status")
@@ -63,13 +61,11 @@ class PostMortem:
     def __post_init__(self) -> None:
         for name in SUMMARY:
             if not getattr(self, name).strip():
-                raise InvalidCase(f"{name} must be a text, got an empty one", field=name)
+                raise InvalidCase(f"{name} must be a text, got an empty one")
         for owner in self.follow_up:
             if owner not in OWNERS:
                 allowed = ", ".join(OWNERS)
-                raise InvalidCase(
-                    f"follow_up must name owners of {allowed}, got {owner!r}", field="follow_up"
-                )
+                raise InvalidCase(f"follow_up must name owners of {allowed}, got {owner!r}")
 
     @property
     def summary(self) -> dict[str, str]:
@@ -123,8 +119,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     return f'<table class="attnlab-post-mortem"><tbody>{cells}</tbody></table>'
 
 
-# Compare the verdicts of a run with a baseline: the verdicts.json of an earlier run.
-
 ChangeKind = Literal["gone", "broken", "changed", "fixed", "new", "figures", "parameters"]
 _LOSSES = ("gone", "broken", "changed")
 _WRONG = "baseline must be a verdicts.json of attnlab investigate"
@@ -172,10 +166,7 @@ class Kept:
 
 
 def read_baseline(path: Path) -> dict[str, Kept]:
-    """Return the content of a verdicts.json, by notebook.
-
-    Raises InvalidCase if the file cannot be read or has another form.
-    """
+    """Return the content of a verdicts.json, by notebook."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -201,10 +192,8 @@ def compare(name: str, now: Kept, before: Kept | None) -> list[Change]:
         if change := _change(name, was.get(verdict.name), verdict):
             changes.append(change)
     if before and dict(before.parameters) != dict(now.parameters):
-        old, new = (
-            _difference(before.parameters, now.parameters),
-            _difference(now.parameters, before.parameters),
-        )
+        old = _difference(before.parameters, now.parameters)
+        new = _difference(now.parameters, before.parameters)
         changes.append(Change(notebook=name, verdict="", kind="parameters", before=old, after=new))
     return sorted(changes, key=lambda change: not change.is_loss)
 
@@ -219,10 +208,8 @@ def _change(name: str, was: Verdict | None, now: Verdict) -> Change | None:
         kind = "changed"
     elif was.evidence != now.evidence:
         kind = "figures"
-        before, after = (
-            _difference(was.evidence, now.evidence),
-            _difference(now.evidence, was.evidence),
-        )
+        before = _difference(was.evidence, now.evidence)
+        after = _difference(now.evidence, was.evidence)
     else:
         return None
     return Change(notebook=name, verdict=now.name, kind=kind, before=before, after=after)
@@ -366,10 +353,7 @@ def _to_json(outcome: Outcome, folder: Path) -> dict[str, Any]:
 
 
 def write_junit(results: Results, path: Path) -> None:
-    """Write JUnit XML: one test case for each verdict, and one for a notebook without verdicts.
-
-    A notebook that did not run is a skipped test case.
-    """
+    """Write JUnit XML: one test case for each verdict, and one for a notebook without verdicts."""
     root = ET.Element("testsuites", name="attnlab")
     for outcome in results.outcomes:
         _add_suite(root, outcome.name, _junit_cases(outcome), outcome.seconds)
@@ -426,8 +410,6 @@ def _junit_case(
         ET.SubElement(case, kind, message=_NOT_XML.sub("", message))
     return case
 
-
-# Parts of the sheet of Results.
 
 _STATUS: dict[str, Tone] = {"passed": "good", "unavailable": "warn", "interrupted": "warn"}
 

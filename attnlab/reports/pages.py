@@ -158,10 +158,7 @@ def read_verdicts(notebook: Any) -> list[Verdict]:
 
 
 def read_post_mortem(notebook: Any) -> PostMortem | None:
-    """Return the last post-mortem in the outputs of an executed notebook, or None.
-
-    Raises AttnLabError if its data has another form.
-    """
+    """Return the last post-mortem in the outputs of an executed notebook, or None."""
     found = _read_mime(notebook, POST_MORTEM_MIME)
     return PostMortem.from_json(found[-1]) if found else None
 
@@ -178,10 +175,7 @@ def read_error(notebook: Any) -> str:
 
 
 def drop_widgets(notebook: Any) -> None:
-    """Remove what needs a running kernel: the widgets' state, and views that have a static output too.
-
-    Changes ``notebook``.
-    """
+    """Remove what needs a running kernel: the widgets' state, and views that have a static output too."""
     notebook.metadata.pop("widgets", None)
     for data in (output.data for output in outputs(notebook) if "data" in output):
         if "text/html" in data:
@@ -201,12 +195,8 @@ def _read_mime(notebook: Any, mime: str) -> list[Any]:
 # Render the cells of an executed notebook as HTML, without what a page shows elsewhere.
 
 TEMPLATES = Path(__file__).parent / "templates"
-_ELSEWHERE = {
-    PROVENANCE_MIME,
-    POST_MORTEM_MIME,
-    VERDICTS_MIME,
-    STEP_MIME,
-}  # the page has these in its own places
+# The page has these in its own places.
+_ELSEWHERE = {PROVENANCE_MIME, POST_MORTEM_MIME, VERDICTS_MIME, STEP_MIME}
 _EXPORTING = threading.Lock()  # an exporter keeps the folder of the notebook that it exports
 # Richest first. Types that need JavaScript are missing, so a page leaves them out.
 _SHOWN = [
@@ -370,11 +360,7 @@ def write_index(results: Results, path: Path) -> None:
 
 
 def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: str) -> None:
-    """Write the findings of ``attnlab check`` as one page, with a picture for each finding.
-
-    ``report`` is the Report of the check, ``pictures`` are
-    :class:`attnlab.reports.check_pages.Picture`.
-    """
+    """Write the findings of ``attnlab check`` as one page, with a picture for each finding."""
     page = _render(
         "findings.html.j2",
         title=f"attnlab check: {report.version}",

@@ -306,9 +306,8 @@ def excerpt(file: str, line: int) -> Excerpt | None:
 # Pictures: a grid of cells as inline SVG. A cell has a CSS class, which gives its colours in light and dark,
 # and a title, which a browser shows as a tooltip. A wrong cell has a cross, so that colour is not needed.
 
-Square: TypeAlias = tuple[
-    str, str, str
-]  # CSS class or "", title, "row,head" of a cell that can be picked
+# CSS class or "", title, "row,head" of a cell that can be picked.
+Square: TypeAlias = tuple[str, str, str]
 # A kernel may load slots that are none of its sequence's and mask them; it must not use them.
 _STRANGE = {one: "wrong" for one in FOREIGN} | {one: "off" for one in EMPTY}
 
@@ -372,30 +371,25 @@ def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -
 def text_pictures(found: "DecodedError | ErrorAnswer", case: Case) -> tuple[Picture, ...]:
     """Draw what the text of a failed test names; none for a failed ``torch.allclose``."""
     if isinstance(found, DecodedError):
-        return (_place_picture(found, case),)
+        tokens = wrong_first([one == found.token for one in range(found.query_len)], _MOST_ROWS)
+        first = max(0, min(found.head - _MOST_COLUMNS // 2, case.num_heads - _MOST_COLUMNS))
+        heads = range(first, min(first + _MOST_COLUMNS, case.num_heads))
+        place = (found.token, found.head)
+        cells = [
+            [_square((token, head) == place, f"token {token}, head {head}") for head in heads]
+            for token in tokens
+        ]
+        title = f"row {found.row} is token {found.token} of sequence {found.seq}; head {found.head}"
+        title += _left_out(len(tokens), found.query_len, "rows of the sequence")
+        labels = [f"sequence {found.seq}, token {token}" for token in tokens]
+        svg = _grid(labels, cells, _numbered("head", len(heads), first))
+        return (Picture(title=title, svg=svg, legend=_legend(_OF_TEXT, cells)),)
     if found.offset is not None:
         return (_cache_picture(found),)
     return (_dtype_picture(found),) if found.rejected else ()
 
 
 _OF_TEXT = {"wrong": "what the text names", "idle": "the text says nothing of it"}
-
-
-def _place_picture(found: "DecodedError", case: Case) -> Picture:
-    """Draw a row and a head of the output, among those of the row's sequence."""
-    tokens = wrong_first([one == found.token for one in range(found.query_len)], _MOST_ROWS)
-    first = max(0, min(found.head - _MOST_COLUMNS // 2, case.num_heads - _MOST_COLUMNS))
-    heads = range(first, min(first + _MOST_COLUMNS, case.num_heads))
-    place = (found.token, found.head)
-    cells = [
-        [_square((token, head) == place, f"token {token}, head {head}") for head in heads]
-        for token in tokens
-    ]
-    title = f"row {found.row} is token {found.token} of sequence {found.seq}; head {found.head}"
-    title += _left_out(len(tokens), found.query_len, "rows of the sequence")
-    labels = [f"sequence {found.seq}, token {token}" for token in tokens]
-    svg = _grid(labels, cells, _numbered("head", len(heads), first))
-    return Picture(title=title, svg=svg, legend=_legend(_OF_TEXT, cells))
 
 
 def _cache_picture(found: "ErrorAnswer") -> Picture:

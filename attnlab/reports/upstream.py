@@ -65,7 +65,9 @@ def mask_facts(call: KernelCall) -> dict[str, Any]:
         "mask": {
             "name": " and ".join(one.replace("_", " ") for one in rules.masks),
             "causal": None if by_seq else bool(rules.causal),
-            "chunk": _chunk(call) if rules.has_chunks else 0,
+            "chunk": max(1, call.sliding_window // (call.chunk_lookback + 1))
+            if rules.has_chunks
+            else 0,
             "lookback": rules.chunk_lookback,
             "right": rules.window_right if rules.causal is not True else None,
             "prefix": rules.rswa_prefix_lens is not None,
@@ -86,13 +88,6 @@ def tensor_text(tensor: torch.Tensor) -> str:
     numbers = repr(tensor.tolist()).replace("inf", 'float("inf")')
     return f"torch.tensor({numbers}, dtype={tensor.dtype})"
 
-
-def _chunk(call: KernelCall) -> int:
-    """Return the tokens of a chunk."""
-    return max(1, call.sliding_window // (call.chunk_lookback + 1))
-
-
-# The script of a mask that an op takes with an INT4 cache and ignores: its output is the same without it.
 
 # By mask: the argument that carries it, and its value in a call without it.
 _CARRIED = {
@@ -116,8 +111,6 @@ def ignored_facts(case: Case) -> dict[str, Any]:
     assert cache is not None
     return {"ignored": name, "neutral": repr(neutral), "mode": cache.mode}
 
-
-# The op argument of a Case in a script, and the script of a merge.
 
 _BLOCK_POINTERS = "block_pointers"
 SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS)
@@ -466,25 +459,20 @@ def script_of(
         return "", "a script calls a kernel, and --kernel and --source name none"
     call = call.cpu().with_buffer()
     try:
-        _check_scripted(call)
+        if not call.spec.attends_to_cache:
+            raise Unsupported(f"a script calls an op on a cache, and {call.op} is none")
+        if call.interleave_v or call.padding or call.strides != "contiguous":
+            raise Unsupported("a script has no interleaved values, padding or strides of the lab")
+        if has_fp8_query(call) or has_scaled_output(call):
+            raise Unsupported("the reference of a script has no FP8 query and no scaled output")
+        if call.query.shape[2] != call.value_cache.shape[2]:
+            raise Unsupported("the reference of a script has keys and values of one width")
+        if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
+            raise Unsupported("the reference of a script has one scale per cache")
         kernel = ScriptedKernel.of(call, target, backend)
         return _call_script(call, target, kernel, backend, evidence), ""
     except Unsupported as error:
         return "", str(error)
-
-
-def _check_scripted(call: KernelCall) -> None:
-    """Raise Unsupported for a call that a script cannot reproduce."""
-    if not call.spec.attends_to_cache:
-        raise Unsupported(f"a script calls an op on a cache, and {call.op} is none")
-    if call.interleave_v or call.padding or call.strides != "contiguous":
-        raise Unsupported("a script has no interleaved values, padding or strides of the lab")
-    if has_fp8_query(call) or has_scaled_output(call):
-        raise Unsupported("the reference of a script has no FP8 query and no scaled output")
-    if call.query.shape[2] != call.value_cache.shape[2]:
-        raise Unsupported("the reference of a script has keys and values of one width")
-    if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
-        raise Unsupported("the reference of a script has one scale per cache")
 
 
 def _call_script(
@@ -514,6 +502,8 @@ def _call_script(
         )
     launches = not kernel.is_own or "triton" in kernel.file
     interpreted = "under Triton's interpreter " if launches else ""
+    quotes = next((one for one in ("'''", '"""') if one not in kernel.file), '"""')
+    escaped = kernel.file.replace("\\", "\\\\").replace(quotes, "\\" + "\\".join(quotes))
     return render(
         "call_repro.py.j2",
         {
@@ -525,7 +515,7 @@ def _call_script(
             "how": "natively" if backend.device == "cuda" else f"{interpreted}on a CPU",
             "may_launch": launches or not kernel.file,
             "kernel": kernel,
-            "file": _literal(kernel.file),
+            "file": f"{quotes}\\\n{escaped}{quotes}",
             "function": kernel.function,
             "module": kernel.module,
             "arguments": texts,
@@ -558,13 +548,6 @@ def _is_flash(cache: torch.Tensor, call: KernelCall) -> bool:
     """Answer whether a cache is [num_blocks, block_size, num_kv_heads, head_size]."""
     heads, size = call.key.shape[1], call.query.shape[2]
     return cache.dim() == 4 and tuple(cache.shape[1:]) == (call.block_size, heads, size)
-
-
-def _literal(text: str) -> str:
-    """Return a text as a literal of Python with the same lines."""
-    quotes = next((one for one in ("'''", '"""') if one not in text), '"""')
-    escaped = text.replace("\\", "\\\\").replace(quotes, "\\" + "\\".join(quotes))
-    return f"{quotes}\\\n{escaped}{quotes}"
 
 
 def _sizes(call: KernelCall) -> dict[str, Any]:
@@ -658,8 +641,6 @@ def _packed(data: bytes) -> str:
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
-
-# Write a script that repeats a call of an op of linear attention without attnlab.
 
 _FUNCTIONS = {"key_first", "packed", "nan_like", "True", "returned"}
 

@@ -153,7 +153,17 @@ class Requests:
             if name in self._by_name:
                 self._by_name[name].is_running = False
         for new in scheduled.scheduled_new_reqs:
-            self._add(new)
+            lora = getattr(new, "lora_request", None)
+            one = self.add(new.req_id, f"lora {lora.lora_int_id}" if lora is not None else "")
+            for feature in getattr(new, "mm_features", None) or ():
+                place = feature.mm_position
+                one.mark(place.offset, place.offset + place.length, str(feature.identifier))
+            tokens: Sequence[int] | None = getattr(new, "prefill_token_ids", None)
+            tokens = tokens if tokens is not None else new.prompt_token_ids
+            if tokens is None:
+                one.has_tokens = False
+            else:
+                one.set_prompt(np.asarray(tokens, np.int64))
         for name in scheduled.num_scheduled_tokens:
             if name not in self._by_name:
                 self.add(name).has_tokens = False
@@ -171,22 +181,6 @@ class Requests:
         kept = {*numbers, *(one.number for one in self._by_name.values())}
         self._by_number = {n: one for n, one in self._by_number.items() if n in kept}
 
-    def _add(self, new: Any) -> None:
-        """Add the request of vLLM's NewRequestData with the tokens that are known."""
-        lora = getattr(new, "lora_request", None)
-        one = self.add(new.req_id, f"lora {lora.lora_int_id}" if lora is not None else "")
-        for feature in getattr(new, "mm_features", None) or ():
-            place = feature.mm_position
-            one.mark(place.offset, place.offset + place.length, str(feature.identifier))
-        tokens: Sequence[int] | None = getattr(new, "prefill_token_ids", None)
-        tokens = tokens if tokens is not None else new.prompt_token_ids
-        if tokens is None:
-            one.has_tokens = False
-        else:
-            one.set_prompt(np.asarray(tokens, np.int64))
-
-
-# LayerCall: one call of an attention layer's implementation, and the hooks that make it known.
 
 Arguments = Callable[[], Mapping[str, Any]]
 METHODS = ("forward", "forward_mqa", "forward_mha", "do_kv_cache_update")
@@ -330,9 +324,6 @@ class ReadArguments:
         )
 
 
-# The attention layers and KV-cache groups of a vLLM model runner.
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
     """A KV-cache group: its layers, which share block tables and slot numbers.
@@ -380,7 +371,18 @@ def layers_of(runner: Any) -> Layers:
         )
     config = runner.kv_cache_config
     for group in config.kv_cache_groups:
-        one = _group(group, config.num_blocks)
+        spec, unchecked = group.kv_cache_spec, ""
+        kinds = {type(spec).__name__, *(type(s).__name__ for s in _members(spec))}
+        for kind in kinds:
+            if kind.startswith(("Chunked", "Cross", "Encoder", "Mamba")):
+                unchecked = f"slots of layers with a {kind}"
+        size = int(spec.block_size)
+        one = Group(
+            layers=tuple(group.layer_names),
+            num_slots=config.num_blocks * size,
+            block_size=size,
+            unchecked=unchecked,
+        )
         found.groups |= dict.fromkeys(one.layers, one)
     for groups in runner.attn_groups:
         for attention_group in groups:
@@ -390,21 +392,6 @@ def layers_of(runner: Any) -> Layers:
                 for name in attention_group.layer_names:
                     found.groups[name].unchecked = "slots of layers in a packed KV cache"
     return found
-
-
-def _group(group: Any, num_blocks: int) -> Group:
-    spec, unchecked = group.kv_cache_spec, ""
-    kinds = {type(spec).__name__, *(type(s).__name__ for s in _members(spec))}
-    for kind in kinds:
-        if kind.startswith(("Chunked", "Cross", "Encoder", "Mamba")):
-            unchecked = f"slots of layers with a {kind}"
-    size = int(spec.block_size)
-    return Group(
-        layers=tuple(group.layer_names),
-        num_slots=num_blocks * size,
-        block_size=size,
-        unchecked=unchecked,
-    )
 
 
 def _members(spec: Any) -> list[Any]:

@@ -26,8 +26,6 @@ from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import has_scaled_output, in_numbers
 from attnlab.weights.plan import numbers
 
-# Check the values of a call in place: some rows and heads against the reference, with the derived bound.
-
 _BY_ROW = ("query", "key", "value", "output")
 
 
@@ -82,10 +80,7 @@ def sampled_rows(query_lens: list[int], count: int | None, seed: int) -> list[in
 
 
 def sampled_heads(num_heads: int, group: int, count: int | None, seed: int) -> list[int]:
-    """Return some query heads, rising, of as few neighbouring KV heads as possible.
-
-    ``group``: query heads per KV head.
-    """
+    """Return some query heads, rising, of as few neighbouring KV heads as possible."""
     if count is None or count >= num_heads:
         return list(range(num_heads))
     draw = random.Random(~seed)
@@ -182,9 +177,6 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
     return view_of_kv_heads(part, own).with_named_blocks().cpu()
 
 
-# Observations of wrong values: which request and position a wrong row of an output belongs to.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowsOfOp:
     """The rows of an op's output: which layer and step made them.
@@ -273,8 +265,6 @@ def not_finite(
             )
     return found
 
-
-# Intent against arguments: what a layer asked for, compared with what its op got.
 
 _EQUAL = 1e-5  # relative; the numbers are stored in float32 on the way
 
@@ -371,16 +361,12 @@ def _window(
     if intent.sliding_window is None or not any(name in arguments for name in _WINDOWS):
         return
     given = int(fields.get("sliding_window") or 0)
-    longest = _longest(fields)
+    lens = fields.get("seq_lens")
+    longest = int(lens.max()) if isinstance(lens, torch.Tensor) and lens.numel() else 0
     effects = {
         0 if w == 0 or (longest and w >= longest) else w for w in (given, intent.sliding_window)
     }
     yield from _differ("sliding_window", intent.sliding_window, given, len(effects) == 1)
-
-
-def _longest(fields: Mapping[str, Any]) -> int:
-    lens = fields.get("seq_lens")
-    return int(lens.max()) if isinstance(lens, torch.Tensor) and lens.numel() else 0
 
 
 def _vectors(
@@ -469,8 +455,6 @@ def _list(values: Any) -> list[float]:
         return [float(one) for one in values.detach().float().cpu().flatten()]
     return [float(one) for one in values]
 
-
-# The arguments of an op against the batch: lengths, and what it reads from the cache.
 
 Host = Callable[[torch.Tensor], Integers]
 
@@ -654,7 +638,11 @@ class OpCheck:
         self, kind: str, call: LayerCall, step: Step, one: Contradiction, *, seq: int | None = None
     ) -> Observation:
         if seq is None:
-            names = _affected(step, one)
+            least = 0
+            if one.argument == "sliding_window":
+                least = min(window for window in (one.intended, one.given) if window)
+            lens = zip(step.requests, step.seq_lens.tolist(), strict=True)
+            names = [request.name for request, seq_len in lens if seq_len > least]
             shown = ", ".join(names[:_MOST_NAMES])
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             noun = "request" if len(names) == 1 else "requests"
@@ -750,12 +738,3 @@ def _has_row_per_token(fields: Mapping[str, Any], step: Step, first: int) -> boo
     """Answer whether an op without query_start_loc has a row of lengths for each token, as in MLA."""
     own = step.query_lens[first : first + len(fields["seq_lens"])]
     return "query_start_loc" not in fields and len(own) > 0 and int(own.max()) > 1
-
-
-def _affected(step: Step, one: Contradiction) -> list[str]:
-    """Return the requests whose result an argument of the whole batch changes."""
-    least = 0
-    if one.argument == "sliding_window":
-        least = min(window for window in (one.intended, one.given) if window)
-    lens = zip(step.requests, step.seq_lens.tolist(), strict=True)
-    return [request.name for request, seq_len in lens if seq_len > least]

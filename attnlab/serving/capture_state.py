@@ -127,8 +127,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-# Tally: the counts and the observations of a capture in one process.
-
 _INTERVAL_S = 1.0  # between two lines of counts
 
 
@@ -182,8 +180,6 @@ class Tally:
             self._records.write("counts", facts)
 
 
-# KeptCalls: saves calls to files, up to a number of bytes.
-
 MOST_WRONG = 4  # calls of one layer that are kept because a check failed
 
 
@@ -196,16 +192,16 @@ class KeptCalls:
         self._is_noted = False
 
     def keep(self, call: KernelCall, *, why: str, name: str, **facts: Any) -> str:
-        """Save a call; return the path of its file in the folder, or "" if it was not kept.
-
-        ``why``: "requested" or "wrong". ``name``: of the file, without suffix.
-        """
+        """Save a call; return the path of its file in the folder, or "" if it was not kept."""
         layer = call.origin.layer or ""
         if why == "wrong" and self._wrong.get(layer, 0) >= MOST_WRONG:
             return ""
         size = _bytes(call)
         if self._records.saved_bytes() + size > self._max_bytes:
-            self._note_refusal(size)
+            if not self._is_noted:
+                self._is_noted = True
+                text = f"a call of {size} bytes was not saved: max-bytes is {self._max_bytes}"
+                self._records.write("note", {"text": text})
             return ""
         if why == "wrong":
             self._wrong[layer] = self._wrong.get(layer, 0) + 1
@@ -215,13 +211,6 @@ class KeptCalls:
         call.with_named_blocks().save(target)
         self._records.write("saved", {"file": str(path), "why": why, "bytes": size, **facts})
         return str(path)
-
-    def _note_refusal(self, size: int) -> None:
-        """Write once that a call was too large. Smaller calls that follow may still fit."""
-        if not self._is_noted:
-            self._is_noted = True
-            text = f"a call of {size} bytes was not saved: max-bytes is {self._max_bytes}"
-            self._records.write("note", {"text": text})
 
 
 def _bytes(call: KernelCall) -> int:
@@ -234,8 +223,6 @@ def _bytes(call: KernelCall) -> int:
         for name, one in call.tensors().items()
     )
 
-
-# CaptureState: what the parts of a capture in one process share.
 
 _log = logging.getLogger("attnlab.serving")
 

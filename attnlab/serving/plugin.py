@@ -37,8 +37,6 @@ def activate() -> None:
         log.warning("attnlab captures nothing: %s: %s", type(error).__name__, text)
 
 
-# Run a command with the capture activated in its environment, and pass signals on.
-
 SETTINGS = "settings.json"
 _PASSED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -53,7 +51,7 @@ def run_command(command: Sequence[str], settings: CaptureSettings, *, to_stderr:
     folder = Path(settings.out)
     make_output_folder(folder, "out")
     if any(folder.glob("*.jsonl")):
-        raise InvalidCase(f"out must be a folder without records, got {folder}", field="out")
+        raise InvalidCase(f"out must be a folder without records, got {folder}")
     file = folder.resolve() / SETTINGS
     write_text(file, settings.to_json() + "\n")
     environment = {**os.environ, VARIABLE: str(file)}

@@ -196,8 +196,6 @@ def _merged(records: Any) -> tuple[Found, ...]:
     return tuple(sorted(found, key=lambda one: (order.index(one.first.kind), one.first.step)))
 
 
-# Diagnose the calls that a capture kept because they were wrong.
-
 _MOST = 3  # calls
 
 
@@ -227,9 +225,6 @@ def _diagnosis(path: Path) -> str:
     except AttnLabError as error:
         return f"not possible: {error}"
     return diagnosis.conclusion
-
-
-# Sheet of a CaptureReport.
 
 
 def capture_report(one: CaptureReport) -> Sheet:

@@ -248,8 +248,6 @@ def _tensor(buffer: Any) -> torch.Tensor:
     return found
 
 
-# Wrappers of ops: inside a layer's call, they report the op's arguments to the session.
-
 # Ops that write the cache and have a parameter slot_mapping (vLLM 0.11.2 to 0.33.0).
 WRITE_OPS = frozenset(
     {
@@ -323,10 +321,7 @@ _started: list[tuple[Session, Patches]] = []
 
 
 def start(text: str) -> Session:
-    """Install the hooks of a capture with the settings in ``text``; again in a process, do nothing.
-
-    Raises InvalidCase for wrong settings.
-    """
+    """Install the hooks of a capture with the settings in ``text``; again in a process, do nothing."""
     if _started:
         return _started[0][0]
     settings = CaptureSettings.of_text(text)

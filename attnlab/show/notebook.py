@@ -198,10 +198,7 @@ def versions() -> dict[str, str]:
 
 
 def plain(value: object, name: str) -> Json:
-    """Return a value as JSON; NaN and infinities become strings.
-
-    Raises AttnLabError, with ``name``, for a value that JSON cannot represent.
-    """
+    """Return a value as JSON; NaN and infinities become strings."""
     if callable(item := getattr(value, "item", None)):
         try:
             value = item()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from attnlab.case.errors import AttnLabError
+from attnlab.case.machine import available_bytes
 from attnlab.kernels.child_process import ONE_THREAD, run_in_child, start_context
 from attnlab.tasks.task import (
     CRASH,
@@ -258,72 +259,6 @@ class Pool(Engine, Generic[SlotT]):
                 self._on_outcome(Outcome(key=key, status=NOT_RUN, text=text))
 
 
-# The memory that is available on this machine, within the limits of its control groups.
-
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # larger limits of a control group are none
-
-
-def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Return how much memory new allocations can use without swapping, the least of several limits.
-
-    These are the kernel's own estimate (MemAvailable) and, for each control group of this process, its
-    limit less what it uses now, page cache excluded. Where none can be read, it is the machine's memory.
-    """
-    limits = [*_machine(proc), *_control_groups(proc, cgroups)]
-    return max(0, min(limits, default=_total()))
-
-
-def _total() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _machine(proc: Path) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-
-
-def _control_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield what is left in each control group of this process, up to the root."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                names, folder = ("memory.max", "memory.current", "inactive_file"), cgroups
-            elif "memory" in controllers.split(","):
-                names = (
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                    "total_inactive_file",
-                )
-                folder = cgroups / "memory"
-            else:
-                continue
-            parts = Path(path.lstrip("/")).parts
-            for count in range(len(parts), -1, -1):
-                yield from _left(folder.joinpath(*parts[:count]), *names)
-
-
-def _left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
-    """Yield what is left in one control group, if it has a limit."""
-    with contextlib.suppress(OSError, ValueError):
-        most = int((folder / limit).read_text())  # "max" is a ValueError: no limit
-        if most < _UNLIMITED:
-            yield most - int((folder / used).read_text()) + _cached(folder / "memory.stat", cached)
-
-
-def _cached(file: Path, name: str) -> int:
-    """Return the page cache of a control group that the kernel can drop."""
-    with contextlib.suppress(OSError, ValueError):
-        stats = dict(line.split() for line in file.read_text().splitlines())
-        return int(stats.get(name, 0))
-    return 0
-
-
-# Worker: a child process that keeps a job's state and runs one task at a time.
-
 _IDLE_SHARE = 0.25  # of the time in which a task does nothing
 
 
@@ -520,12 +455,6 @@ class LocalEngine(Pool[Worker]):
             yield worker, worker.receive()
 
     def _watch(self) -> None:
-        self._stop_late()
-        if self._capacity is not None:
-            self._keep_reserve()
-
-    def _stop_late(self) -> None:
-        """End workers that exceed a time limit."""
         for worker in [*self._slots]:
             if worker.task is not None:
                 limit = worker.task.limit_s
@@ -539,6 +468,8 @@ class LocalEngine(Pool[Worker]):
             elif not worker.is_ready and worker.elapsed_s > _START_LIMIT_S:
                 self._remove(worker)
                 self._cannot_start(AttnLabError("a worker process did not start in time"), tries=1)
+        if self._capacity is not None:
+            self._keep_reserve()
 
     def _keep_reserve(self) -> None:
         """End the largest busy worker if little memory is left, before the system ends any process."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.tasks.local import LocalEngine, available_bytes
+from attnlab.case.machine import available_bytes
+from attnlab.tasks.local import LocalEngine
 from attnlab.tasks.task import Job, Outcome, Task
 
 Answer = tuple[Outcome | Exception, int]

@@ -45,7 +45,12 @@ def serve(connection: Connection, address: str | None, device: str, folder: str 
     """
     _set_apart()
     threading.Thread(target=_watch, args=(os.getppid(), address, folder), daemon=True).start()
-    _set_environment(is_local=address is None)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "5"  # seconds until it states why it cannot connect
+    if address is None:
+        # Without a token in the environment, Ray would write one to ~/.ray.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if address is not None:
         problem = _unreachable(address)
         if problem:
@@ -93,16 +98,6 @@ def _watch(parent: int, address: str | None, folder: str | None) -> None:
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-def _set_environment(is_local: bool) -> None:
-    """Set the variables that ray reads when it is imported."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "5"  # seconds until it states why it cannot connect
-    if is_local:
-        # Without a token in the environment, Ray would write one to ~/.ray.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _unreachable(address: str) -> str:
@@ -230,8 +225,6 @@ def one_line(error: BaseException) -> str:
     line = (causes or lines or [type(error).__name__])[-1]
     return line.partition(" Some common causes")[0][:300]
 
-
-# End a process and all processes that descend from it.
 
 _END_S = 1.0
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from attnlab.case.fields import refuse
+from attnlab.case.machine import cores
 from attnlab.tasks.local import LocalEngine
 from attnlab.tasks.store import Store
 from attnlab.tasks.task import Engine, Job, Outcome, Stop, Task, never
@@ -34,11 +35,7 @@ def check_engine(name: str) -> None:
 
 
 def find_engine(name: str, device: str = "cpu", stop: Stop = never) -> Engine:
-    """Return the engine of a name; its workers use ``device``.
-
-    ``stop``: returns True to give up reaching a cluster. Raises InvalidCase for an unknown name, Unavailable
-    if a cluster cannot be reached.
-    """
+    """Return the engine of a name; its workers use ``device``."""
     check_engine(name)
     if _LOCAL.fullmatch(name):
         count = name.partition(":")[2]
@@ -59,9 +56,7 @@ def default_processes(device: str) -> int:
         return max(
             1, min(default_processes("cpu"), sum(one // _GPU_WORKER_BYTES for one in memory))
         )
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return cores()
 
 
 @dataclass(slots=True, kw_only=True)

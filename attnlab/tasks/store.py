@@ -21,8 +21,6 @@ from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.tasks.task import NOT_RUN, STATUSES, Outcome, Task
 
-# Shard: one of several parts of a list of tasks, for machines that do not talk to each other.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
@@ -74,19 +72,14 @@ class Store:
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
-        """Create the folder, or open one that was made with the same header.
-
-        Raises InvalidCase if the folder has another content, was made with another header, or is in use;
-        it is then unchanged.
-        """
+        """Create the folder, or open one that was made with the same header."""
         wanted: Header = json.loads(json.dumps({"format": FORMAT, **header}))
         check_store_folder(folder)
         self._folder, self._lock = folder, FileLock(folder / _LOCK)
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            text = f"out must not be in use by another process, got {folder}"
-            raise InvalidCase(text, field="out") from error
+            raise InvalidCase(f"out must not be in use by another process, got {folder}") from error
         except OSError as error:
             raise _unwritable(folder, error) from error
         try:
@@ -98,7 +91,10 @@ class Store:
     def _opened(self, header: Header) -> dict[str, Outcome]:
         """Read or write the header, and return the outcomes that count."""
         if (self._folder / _HEADER).exists():
-            _check_same(self._folder, read_header(self._folder), header)
+            difference = difference_of(read_header(self._folder), header)
+            if difference:
+                text = f"out must be a store of the same command, got {self._folder}, where {difference}"
+                raise InvalidCase(text)
         else:
             write_text(self._folder / _HEADER, json.dumps(header) + "\n")
         outcomes, size = _read_outcomes(self._folder)
@@ -120,9 +116,8 @@ class Store:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            with contextlib.suppress(
-                OSError
-            ):  # a line that was cut off is dropped by the next reader
+            # A line that was cut off is dropped by the next reader.
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
                 os.lseek(self._file, self._size, os.SEEK_SET)
             raise _unwritable(self._folder, error) from error
@@ -154,7 +149,7 @@ def check_store_folder(folder: Path) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
     if others:
         text = f"out must be a new folder, an empty one or a store, got {folder} with {others[0]}"
-        raise InvalidCase(text, field="out")
+        raise InvalidCase(text)
 
 
 def check_can_store(folder: Path) -> None:
@@ -163,14 +158,6 @@ def check_can_store(folder: Path) -> None:
     check_store_folder(folder)
     if is_new:  # what would use it may fail before
         folder.rmdir()
-
-
-def _check_same(folder: Path, stored: Header, header: Header) -> None:
-    """Raise InvalidCase, naming the first difference, if a store was made with another header."""
-    difference = difference_of(stored, header)
-    if difference:
-        text = f"out must be a store of the same command, got {folder}, where {difference}"
-        raise InvalidCase(text, field="out")
 
 
 def difference_of(stored: Any, wanted: Any, name: str = "") -> str:
@@ -229,15 +216,8 @@ def _unwritable(folder: Path, error: OSError) -> Unavailable:
     return Unavailable(f"{folder} cannot be written: {error.strerror or error}")
 
 
-# Merge the stores of shards.
-
-
 def merged_stores(folders: Sequence[Path]) -> tuple[Header, dict[str, Outcome]]:
-    """Return the header that all stores share, with shard "1/1", and the outcomes of all.
-
-    Raises InvalidCase, naming the folder or the shard, if a folder is no store, if two stores are of
-    different commands, sources, versions or cases, and for a shard that is given twice or missing.
-    """
+    """Return the header that all stores share, with shard "1/1", and the outcomes of all."""
     stores = {folder: read_store(folder) for folder in folders}
     if len(stores) < len(folders):
         twice = next(folder for folder in folders if folders.count(folder) > 1)

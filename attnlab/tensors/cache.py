@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import InvalidCall, Unavailable
 from attnlab.case.shown import Shown
 from attnlab.tensors.formats import FORMATS, ElementFormat, coarse, spanning, store, written_format
-
-# Batch: ragged sequences with their query, key and value.
 
 # Values of query, key and value that random numbers do not have, by the names of a Case's ``distribution``.
 #
@@ -121,6 +119,7 @@ def distribution_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements that one generator draws
+_FEW = 1 << 18  # elements that are drawn before threads would start
 _PART = 1 << 18  # elements drawn at a time in float32: 1 MiB
 
 
@@ -245,13 +244,13 @@ def _draw(
         for i, chunk in enumerate(tensor.view(-1).split(_CHUNK))
     ]
     chunks.sort(key=lambda one: -len(one[0]))
-    workers = min(len(chunks), os.cpu_count() or 1)
-    if sum(len(chunk) for chunk, _ in chunks) <= _CHUNK:  # threads would take longer to start
-        for chunk, seed in chunks:
-            _draw_chunk(chunk, seed, case.distribution)
+    draw = partial(_draw_chunk, case.distribution)
+    if sum(tensor.numel() for tensor in drawn) <= _FEW:
+        list(starmap(draw, chunks))
         return drawn
+    workers = min(len(chunks), os.cpu_count() or 1)
     with _one_thread_per_operation(), ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda one: _draw_chunk(one[0], one[1], case.distribution), chunks))
+        list(pool.map(draw, *zip(*chunks, strict=True)))
     return drawn
 
 
@@ -266,7 +265,7 @@ def _one_thread_per_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _draw_chunk(chunk: torch.Tensor, seed: int, distribution: str) -> None:
+def _draw_chunk(distribution: str, chunk: torch.Tensor, seed: int) -> None:
     """Draw a chunk, modifying it; in parts, so that the numbers stay in a core's cache.
 
     The parts do not change the numbers: torch draws them in order, normal ones 16 at a time, and the last
@@ -320,7 +319,12 @@ def write_tokens(
     if key.device.type != "cpu":  # on a GPU, a transposed copy is as fast as a plain one
         _write_slots(key, value, new_key[rows], new_value[rows], slots)
         return
-    whole = _whole_blocks(rows, slots, block_size)
+    begins = torch.nonzero(slots % block_size == 0).flatten()
+    ends = begins + block_size - 1
+    begins, ends = begins[ends < len(slots)], ends[ends < len(slots)]
+    follows = (slots.diff() == 1) & (rows.diff() == 1)
+    followed = torch.cat([torch.zeros(1, dtype=torch.int64), follows.cumsum(0)])
+    whole = begins[followed[ends] - followed[begins] == block_size - 1]
     for first_row, blocks in _runs(rows[whole], slots[whole] // block_size, block_size):
         end = first_row + len(blocks) * block_size
         _write_key_blocks(key, blocks, new_key[first_row:end].unflatten(0, (-1, block_size)))
@@ -342,16 +346,6 @@ def _write_slots(
     chunked = new_key.unflatten(2, (key.shape[2], key.shape[4]))
     key.permute(0, 3, 1, 2, 4)[blocks, offsets] = chunked
     value.permute(0, 3, 1, 2)[blocks, offsets] = new_value
-
-
-def _whole_blocks(rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the indices into ``slots`` at which a run of tokens begins that fills a whole block."""
-    begins = torch.nonzero(slots % block_size == 0).flatten()
-    ends = begins + block_size - 1
-    begins, ends = begins[ends < len(slots)], ends[ends < len(slots)]
-    follows = (slots.diff() == 1) & (rows.diff() == 1)
-    followed = torch.cat([torch.zeros(1, dtype=torch.int64), follows.cumsum(0)])
-    return begins[followed[ends] - followed[begins] == block_size - 1]
 
 
 def _runs(
@@ -381,9 +375,8 @@ def _widened(tensor: torch.Tensor, most_bytes: int = 16) -> torch.Tensor:
 def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
     """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to ``blocks`` of ``key``, modifying it."""
     chunk = key.shape[4]
-    wide = _widened(
-        tokens.unflatten(3, (-1, chunk))
-    )  # [n, block_size, heads, chunks, chunk / wide]
+    # [n, block_size, heads, chunks, chunk / wide].
+    wide = _widened(tokens.unflatten(3, (-1, chunk)))
     _widened(key)[blocks] = wide.permute(0, 2, 3, 1, 4)
 
 
@@ -435,8 +428,7 @@ def find_layout(
         return "x-split"
     if key_cache.dim() != 4 or key_cache.shape[3] != head_size:
         raise InvalidCall(
-            f"key_cache must be {_SHAPES} with head_size {head_size}, got {tuple(key_cache.shape)}",
-            field="key_cache",
+            f"key_cache must be {_SHAPES} with head_size {head_size}, got {tuple(key_cache.shape)}"
         )
     sizes = {"flash": key_cache.shape[1], "HND": key_cache.shape[2]}  # block size by layout
     heads = {"flash": key_cache.shape[2], "HND": key_cache.shape[1]}
@@ -448,12 +440,10 @@ def find_layout(
     shape = tuple(key_cache.shape)
     if not found:
         count = num_kv_heads or f"a divisor of {num_heads}"
-        text = f"key_cache must be {_SHAPES} with num_kv_heads {count}, got {shape}"
-        raise InvalidCall(text, field="key_cache")
+        raise InvalidCall(f"key_cache must be {_SHAPES} with num_kv_heads {count}, got {shape}")
     if len(found) > 1:
         raise InvalidCall(
-            f"layout must be given, {' or '.join(found)}: a key_cache of shape {shape} may be either",
-            field="layout",
+            f"layout must be given, {' or '.join(found)}: a key_cache of shape {shape} may be either"
         )
     return found[0]
 
@@ -472,7 +462,7 @@ def to_x_split(
         if cache.dim() != 4 or cache.shape[:3] != key_cache.shape[:3]:
             expected = tuple(key_cache.shape) if key_cache.dim() == 4 else "of 4 dimensions"
             text = f"{name} must be {expected} in layout {layout}, got {tuple(cache.shape)}"
-            raise InvalidCall(text, field=name)
+            raise InvalidCall(text)
     if layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     x = math.gcd(16 // key_cache.element_size(), key_cache.shape[3]) or 1

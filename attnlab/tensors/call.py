@@ -17,8 +17,6 @@ from attnlab.tensors.cache import LAYOUTS, find_layout, to_x_split
 from attnlab.tensors.call_file import copy_blocks, named_by
 from attnlab.tensors.visibility import Visibility
 
-# Origin: which program made a call, where, and in which layer and step.
-
 STOCK_BFLOAT16 = "bfloat16 under Triton's interpreter"  # which takes their bits for integers
 
 
@@ -49,12 +47,11 @@ class Origin:
     def of_dict(cls, values: object) -> "Origin":
         """Return the origin of a dict of its fields. Raises InvalidCall for another name or type."""
         if not isinstance(values, Mapping):
-            raise InvalidCall(f"origin must be an object, got {values!r:.60}", field="origin")
+            raise InvalidCall(f"origin must be an object, got {values!r:.60}")
         for name, value in values.items():
             expected = _TYPES.get(name)
             if expected is None:
-                text = f"origin must have the fields {', '.join(_TYPES)}, got {name!r}"
-                raise InvalidCall(text, field="origin")
+                raise InvalidCall(f"origin must have the fields {', '.join(_TYPES)}, got {name!r}")
             if value is not None and type(value) is not expected:
                 text = f"origin.{name} must be {expected.__name__}, got {value!r:.60}"
                 raise InvalidCall(text, field="origin")
@@ -84,29 +81,28 @@ INDEX_DTYPES = {"int32": torch.int32, "int64": torch.int64}
 def check_dims(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
     """Return the shape of ``tensor``; raise InvalidCall unless it has ``dims`` dimensions."""
     if tensor.dim() != dims:
-        text = f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}"
-        raise InvalidCall(text, field=name)
+        raise InvalidCall(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
     return tuple(tensor.shape)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise InvalidCall unless ``tensor`` has the shape ``shape``."""
     if tuple(tensor.shape) != shape:
-        raise InvalidCall(f"{name} must have shape {shape}, got {tuple(tensor.shape)}", field=name)
+        raise InvalidCall(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
 def check_index(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidCall unless ``tensor`` is int32 or int64."""
     if tensor.dtype not in INDEX_DTYPES.values():
-        raise InvalidCall(f"{name} must be int32 or int64, got {tensor.dtype}", field=name)
+        raise InvalidCall(f"{name} must be int32 or int64, got {tensor.dtype}")
 
 
 def check_tensor(name: str, value: object, device: torch.device | None = None) -> None:
     """Raise InvalidCall unless ``value`` is a tensor, on ``device`` if that is given."""
     if not isinstance(value, torch.Tensor):
-        raise InvalidCall(f"{name} must be a tensor, got {type(value).__name__}", field=name)
+        raise InvalidCall(f"{name} must be a tensor, got {type(value).__name__}")
     if device is not None and value.device != device:
-        raise InvalidCall(f"{name} must be on {device} like query, got {value.device}", field=name)
+        raise InvalidCall(f"{name} must be on {device} like query, got {value.device}")
 
 
 # Checks of the fields of a KernelCall that say which keys a row sees; each raises InvalidCall.
@@ -118,9 +114,7 @@ def check_visibility(given: Mapping[str, Any], num_seqs: int) -> None:
     if isinstance(causal, torch.Tensor):
         check_shape("causal", causal, (num_seqs,))
     elif not isinstance(causal, bool):
-        raise InvalidCall(
-            f"causal must be true, false or a tensor, got {causal!r:.40}", field="causal"
-        )
+        raise InvalidCall(f"causal must be true, false or a tensor, got {causal!r:.40}")
     if ranges is not None:
         check_shape(
             "mm_prefix_range", ranges, (num_seqs, check_dims("mm_prefix_range", ranges, 3)[1], 2)
@@ -140,7 +134,7 @@ def _check_bias(bias: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: tor
     longest = int(query_start_loc.long().diff().max()) if len(query_start_loc) > 1 else 0
     if rows != keys or rows < longest:
         text = f"qq_bias must be [n, n] with n at least {longest}, the longest query"
-        raise InvalidCall(f"{text}, got {tuple(bias.shape)}", field="qq_bias")
+        raise InvalidCall(f"{text}, got {tuple(bias.shape)}")
 
 
 # Arguments of a KernelCall from plain tensors: checks, defaults and conversion of the cache.
@@ -219,11 +213,11 @@ class PlainCall:
         for name in ("block_table", "seq_lens"):
             check_index(name, getattr(self, name))
         if self.op is not None and self.op not in OPS:
-            raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}", field="op")
+            raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
         if (self.key is None) != (self.value is None):
             missing = "key" if self.key is None else "value"
             other = "value" if self.key is None else "key"
-            raise InvalidCall(f"{missing} must be given with {other}, got None", field=missing)
+            raise InvalidCall(f"{missing} must be given with {other}, got None")
         if self.key is not None:
             check_dims("key", self.key, 3)
 
@@ -237,7 +231,7 @@ class PlainCall:
             return self.query_start_loc
         if tokens != num_seqs:
             text = f"query_start_loc must be given for {tokens} new tokens of {num_seqs} sequences"
-            raise InvalidCall(f"{text}, got None", field="query_start_loc")
+            raise InvalidCall(f"{text}, got None")
         return torch.arange(num_seqs + 1, dtype=torch.int32, device=self.seq_lens.device)
 
     def _check_lens(self, starts: torch.Tensor, query_lens: torch.Tensor) -> None:
@@ -245,18 +239,18 @@ class PlainCall:
         ends = int(starts[-1])
         if int(starts[0]) != 0 or bool((query_lens < 0).any()) or ends > tokens:
             text = f"query_start_loc must rise from 0 to at most {tokens}, the rows of query"
-            raise InvalidCall(f"{text}, got {starts.tolist()}", field="query_start_loc")
+            raise InvalidCall(f"{text}, got {starts.tolist()}")
         short = torch.nonzero(self.seq_lens.long() < query_lens.to(self.seq_lens.device)).flatten()
         if len(short):
             seq = int(short[0])
             text = f"seq_lens[{seq}] must be at least its query_len {int(query_lens[seq])}"
-            raise InvalidCall(f"{text}, got {int(self.seq_lens[seq])}", field="seq_lens")
+            raise InvalidCall(f"{text}, got {int(self.seq_lens[seq])}")
 
     def _layout(self) -> str:
         if self.layout is not None:
             if self.layout not in LAYOUTS:
                 text = f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}"
-                raise InvalidCall(text, field="layout")
+                raise InvalidCall(text)
             return self.layout
         columns = self.block_table.shape[1]
         longest = int(self.seq_lens.max()) if self.seq_lens.numel() else 0
@@ -274,35 +268,33 @@ class PlainCall:
             needed = -(-seq_len // block_size)
             if needed > columns:
                 text = f"block_table must have at least {needed} columns, for sequence {seq}"
-                raise InvalidCall(f"{text}, got {columns}", field="block_table")
+                raise InvalidCall(f"{text}, got {columns}")
             for column, block in enumerate(self.block_table[seq, :needed].tolist()):
                 if not 0 <= block < num_blocks:
                     text = f"block_table[{seq}][{column}] must be from 0 to {num_blocks - 1}"
-                    raise InvalidCall(f"{text}, got {block}", field="block_table")
+                    raise InvalidCall(f"{text}, got {block}")
 
     def _kv_cache_dtype(self) -> str:
         """Return kv_cache_dtype, given or by the dtype of the cache."""
         cache, model = self.key_cache.dtype, self.query.dtype
         if self.value_cache.dtype != cache:
             text = f"value_cache must be {cache} like key_cache, got {self.value_cache.dtype}"
-            raise InvalidCall(text, field="value_cache")
+            raise InvalidCall(text)
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
             text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}"
-            raise InvalidCall(f"{text}, got {self.kv_cache_dtype!r}", field="kv_cache_dtype")
+            raise InvalidCall(f"{text}, got {self.kv_cache_dtype!r}")
         found = _FP8.get(cache, "auto" if cache == model else None)
         if cache == torch.uint8 and self.kv_cache_dtype in (None, "auto"):
             text = (
                 f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"
             )
-            raise InvalidCall(f"{text}, got {self.kv_cache_dtype}", field="kv_cache_dtype")
+            raise InvalidCall(f"{text}, got {self.kv_cache_dtype}")
         if cache != torch.uint8 and found is None:
-            text = f"key_cache must be {model} like query, uint8 or FP8, got {cache}"
-            raise InvalidCall(text, field="key_cache")
+            raise InvalidCall(f"key_cache must be {model} like query, uint8 or FP8, got {cache}")
         given = self.kv_cache_dtype or found
         assert given is not None  # of a uint8 cache it is given
         if found is not None and (given == "auto") != (found == "auto"):
-            text = f"kv_cache_dtype must be {found} for a cache of {cache}, got {given}"
-            raise InvalidCall(text, field="kv_cache_dtype")
+            raise InvalidCall(f"kv_cache_dtype must be {found} for a cache of {cache}, got {given}")
         return given
 
     def _new_tokens(
@@ -329,14 +321,14 @@ def _check_paged(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
     blocks, kv_heads, chunks, block_size, x = check_dims("key_cache", key_cache, 5)
     if chunks * x != head_size:
         text = f"key_cache must hold heads of {head_size} elements like query, got {chunks} × {x}"
-        raise InvalidCall(text, field="key_cache")
+        raise InvalidCall(text)
     values = check_dims("value_cache", value_cache, 4)
     fits = (values[0], values[1], values[3]) == (blocks, kv_heads, block_size)
     shape = (blocks, kv_heads, values[2] if fits else head_size, block_size)
     check_shape("value_cache", value_cache, shape)
     if kv_heads == 0 or query.shape[1] % kv_heads:
         text = f"query must have a multiple of {kv_heads} heads, as key_cache has {kv_heads}"
-        raise InvalidCall(f"{text}, got {query.shape[1]}", field="query")
+        raise InvalidCall(f"{text}, got {query.shape[1]}")
 
 
 # Checks of a KernelCall's fields: each raises InvalidCall with one line that names the field.
@@ -348,8 +340,7 @@ _INDEX = ("block_table", "seq_lens", "query_start_loc")
 def check_call(given: Mapping[str, Any]) -> None:
     """Raise InvalidCall unless the fields of a call fit together. ``given``: each field by its name."""
     if given["op"] not in OPS:
-        text = f"op must be one of {', '.join(OPS)}, got {given['op']!r}"
-        raise InvalidCall(text, field="op")
+        raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {given['op']!r}")
     _check_attention(given)
     num_seqs, _ = check_dims("block_table", given["block_table"], 2)
     check_shape("seq_lens", given["seq_lens"], (num_seqs,))
@@ -360,7 +351,7 @@ def check_call(given: Mapping[str, Any]) -> None:
     check_visibility(given, num_seqs)
     if given["new_tokens"] not in NEW_TOKENS:
         text = f"new_tokens must be one of {', '.join(NEW_TOKENS)}, got {given['new_tokens']!r}"
-        raise InvalidCall(text, field="new_tokens")
+        raise InvalidCall(text)
 
 
 def _check_attention(given: Mapping[str, Any]) -> None:
@@ -371,8 +362,7 @@ def _check_attention(given: Mapping[str, Any]) -> None:
     blocks, _, chunks, block_size, x = check_dims("key_cache", given["key_cache"], 5)
     check_shape("key_cache", given["key_cache"], (blocks, kv_heads, chunks, block_size, x))
     if chunks * x != head_size:
-        text = f"key_cache must hold heads of {head_size}, got {chunks} × {x}"
-        raise InvalidCall(text, field="key_cache")
+        raise InvalidCall(f"key_cache must hold heads of {head_size}, got {chunks} × {x}")
     _, _, value_size, _ = check_dims("value_cache", given["value_cache"], 4)
     check_shape("value_cache", given["value_cache"], (blocks, kv_heads, value_size, block_size))
     check_shape("value", given["value"], (tokens, kv_heads, value_size))
@@ -383,8 +373,7 @@ def _check_attention(given: Mapping[str, Any]) -> None:
         if given[name] is not None:
             check_shape(name, given[name], output)
     if kv_heads == 0 or heads % kv_heads:
-        text = f"query must have a multiple of {kv_heads} heads, got {heads}"
-        raise InvalidCall(text, field="query")
+        raise InvalidCall(f"query must have a multiple of {kv_heads} heads, got {heads}")
 
 
 def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
@@ -396,8 +385,7 @@ def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
         if given[name] is not None:
             check_shape(name, given[name], shape)
     if given["sinks"] is not None and not given["sinks"].is_floating_point():
-        text = f"sinks must be of a floating dtype, got {given['sinks'].dtype}"
-        raise InvalidCall(text, field="sinks")
+        raise InvalidCall(f"sinks must be of a floating dtype, got {given['sinks'].dtype}")
     if given["slot_mapping"] is not None:
         check_dims("slot_mapping", given["slot_mapping"], 1)
         check_index("slot_mapping", given["slot_mapping"])
@@ -408,7 +396,7 @@ def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
         if isinstance(scale, torch.Tensor) and tuple(scale.shape) not in allowed:
             shown = " or ".join(map(str, allowed))
             text = f"{name} must be a number or have shape {shown}, got {tuple(scale.shape)}"
-            raise InvalidCall(text, field=name)
+            raise InvalidCall(text)
 
 
 def is_fp8(value: object) -> bool:
@@ -422,19 +410,16 @@ def _check_formats(given: Mapping[str, Any], num_seqs: int) -> None:
     """Check the formats of query and output: an FP8 query needs an FP8 cache, and scales must fit."""
     kv_heads = given["value_cache"].shape[1]
     if is_fp8(given["query"]) and given["kv_cache_dtype"] == "auto":
-        text = "kv_cache_dtype must be FP8 for a query in FP8, got auto"
-        raise InvalidCall(text, field="kv_cache_dtype")
+        raise InvalidCall("kv_cache_dtype must be FP8 for a query in FP8, got auto")
     if isinstance(given["q_scale"], torch.Tensor):
         check_shape("q_scale", given["q_scale"], (num_seqs, kv_heads))
     scale = given["output_scale"]
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        text = f"output_scale must be a positive number, got {scale!r:.60}"
-        raise InvalidCall(text, field="output_scale")
+        raise InvalidCall(f"output_scale must be a positive number, got {scale!r:.60}")
 
 
-_LARGE_CACHE = (
-    1 << 24
-)  # bytes; of a larger cache, a file holds only the blocks that the table names
+# Bytes; of a larger cache, a file holds only the blocks that the table names.
+_LARGE_CACHE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -598,7 +583,7 @@ class KernelCall(Shown):
             text = (
                 "output must be the tensor that the op wrote, got a call without a recorded output"
             )
-            raise InvalidCall(text, field="output")
+            raise InvalidCall(text)
         return self.output
 
     @property
@@ -647,7 +632,7 @@ class KernelCall(Shown):
             if len(first) and bool((scale == first).all()):
                 return float(first)
             text = f"{name} must be a number where the lab runs {self.op}"
-            raise InvalidCall(f"{text}, got a tensor {tuple(scale.shape)}", field=name)
+            raise InvalidCall(f"{text}, got a tensor {tuple(scale.shape)}")
         return 1.0 if scale is None else scale
 
     def tensors(self) -> dict[str, torch.Tensor]:

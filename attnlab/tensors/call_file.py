@@ -62,7 +62,7 @@ class Stored:
             raise InvalidCall(text, field="tensors")
         if entry["dtype"] not in _DTYPES:
             text = f"dtype must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.60}"
-            raise InvalidCall(text, field="dtype")
+            raise InvalidCall(text)
         sizes = {name: tuple(entry[name]) for name in ("shape", "stride")}
         return cls(**{**entry, **sizes})
 
@@ -105,7 +105,7 @@ def tensor_of(stored: Stored, storages: Mapping[str, torch.Tensor]) -> torch.Ten
     """Return a tensor that views a storage. Raises InvalidCall if it does not lie in it."""
     if stored.storage not in storages:
         text = f"storage must be one of {', '.join(storages)}, got {stored.storage!r:.60}"
-        raise InvalidCall(text, field="storage")
+        raise InvalidCall(text)
     held = storages[stored.storage]
     if held.dtype != torch.uint8 or held.dim() != 1 or held.storage_offset():
         text = f"{stored.storage} must be one-dimensional and of uint8, got {held.dtype}"
@@ -119,10 +119,7 @@ def tensor_of(stored: Stored, storages: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def moved(tensors: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Return tensors on a device, "cpu" or "cuda".
-
-    Storages are moved as a whole: strides are kept, and tensors that share memory still do.
-    """
+    """Return tensors on a device, "cpu" or "cuda"."""
     storages: dict[int, torch.UntypedStorage] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -214,7 +211,10 @@ def copy_blocks(caches: tuple[torch.Tensor, ...], block_ids: torch.Tensor) -> Na
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, cache in enumerate(caches):
-        groups.setdefault(_block_of(cache), []).append(index)
+        step = cache.stride(0) * cache.element_size()
+        start = cache.storage_offset() * cache.element_size()
+        block = cache.untyped_storage().data_ptr() + start // max(1, step) * step
+        groups.setdefault((block, step), []).append(index)
     copies: dict[int, torch.Tensor] = {}
     for indices in groups.values():
         members = [caches[index] for index in indices]
@@ -222,13 +222,6 @@ def copy_blocks(caches: tuple[torch.Tensor, ...], block_ids: torch.Tensor) -> Na
     return NamedBlocks(
         caches=tuple(copies[index] for index in range(len(caches))), block_ids=block_ids
     )
-
-
-def _block_of(cache: torch.Tensor) -> tuple[int, int]:
-    """Return a key that is equal for caches which share the bytes of each block."""
-    step = cache.stride(0) * cache.element_size()
-    start = cache.storage_offset() * cache.element_size()
-    return cache.untyped_storage().data_ptr() + start // max(1, step) * step, step
 
 
 def _copy_together(caches: list[torch.Tensor], block_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -287,10 +280,7 @@ def write(
     *,
     missing: Sequence[str] = (),
 ) -> None:
-    """Write a file of format 2; it is replaced at once. ``missing``: the tensors that were not recorded.
-
-    Raises InvalidCall if it cannot be written.
-    """
+    """Write a file of format 2; it is replaced at once. ``missing``: the tensors that were not recorded."""
     storages, stored = stored_tensors(tensors)
     document = {
         "format": FORMAT,

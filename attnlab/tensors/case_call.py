@@ -347,15 +347,10 @@ def make_call(
     )
 
 
-def _visibility_fields(case: Case) -> dict[str, Any]:
-    """Return the fields of a call that say which keys its rows see."""
-    rules = visibility_of(case)
-    return {one.name: getattr(rules, one.name) for one in fields(Visibility)}
-
-
 def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall:
     """Return the Case's call of some ``tensors``, by their names, with its index tensors and options."""
     staging = case.staging
+    rules = visibility_of(case)
     return KernelCall(
         op=case.op,
         **tensors,
@@ -367,7 +362,7 @@ def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall
         max_query_len=case.passed_max_query_len,
         k_scale=case.k_scale,
         v_scale=case.v_scale,
-        **_visibility_fields(case),
+        **{one.name: getattr(rules, one.name) for one in fields(Visibility)},
         sm_scale=case.sm_scale,
         softcap=case.softcap,
         num_splits=case.num_splits,

@@ -139,8 +139,6 @@ def with_drawn_keys(call: KernelCall, target: Target, seed: int = 5) -> KernelCa
     return dataclasses.replace(call, query=query, key=key, key_cache=_like(call.key_cache, stored))
 
 
-# SlotOwners: which sequence and position each slot of an X-ray belongs to.
-
 NONE = -1
 
 
@@ -273,10 +271,8 @@ def own_slots(setup: AttentionSetup, lanes: Lanes) -> torch.Tensor:
     """Return the slot of each lane that belongs to the row's sequence, [R, lanes]; -1 for none."""
     own = torch.full((len(setup.rows), lanes.count + 1), -1, device=setup.device)
     held = setup.entry_position < setup.seq_len[:, None]
-    for kept in (
-        ~held & ~setup.is_new,
-        held,
-    ):  # a slot that holds a token wins over one after the end
+    # A slot that holds a token wins over one after the end.
+    for kept in (~held & ~setup.is_new, held):
         kept = kept & (setup.entry_slot >= 0)
         lane = torch.where(kept, lanes.of[setup.entry_slot.clamp(min=0)], lanes.count)
         own.scatter_(1, lane, setup.entry_slot)

@@ -24,6 +24,7 @@ from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import SlotOwners, num_slots
 from attnlab.weights.fit import (
+    SLACK,
     Law,
     Magnitudes,
     compare,
@@ -122,9 +123,6 @@ def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
         return None
     longest = max(query + ctx for query, ctx in pairs)
     return max(case.max_blocks_per_seq, -(-longest // case.block_size))
-
-
-# UsableRows: the finite rows of a measurement, and what belongs to them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -263,8 +261,6 @@ def _lanes(case: Case) -> int:
     return cached + new
 
 
-# SecondCase: another case on the same backend, which descriptions must predict before they are stated.
-
 Other = Callable[[tuple[int, ...] | None, bool, bool], Subject | None]
 
 
@@ -333,6 +329,7 @@ _NOTHING = Found(descriptions=(), tried=0)
 _ZERO_S = 2.0  # time for the search for a rule of rows of zeros
 _BE = {False: "is", True: "are"}
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
+_CLEAR = 2 * SLACK  # bounds; a rule leaves up to half of that
 _WEIGHTS_EACH = 8  # wrong weights for each part of a rule that one call shows
 _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a constant
 
@@ -373,6 +370,18 @@ def _concluded(
             found = with_elements(found, faults.elements)
             usable = usable_rows(found, every_slot=False)
         verdict = _judge_all(usable, faults, second, limit_s)
+    setup, measurement = found.setup, found.measurement
+    codes = (
+        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
+    )
+    lines = [
+        f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
+        f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
+    ]
+    if found.drawn:
+        lines.append(
+            "query and keys were drawn from N(0, 1): the scores of the case differ too little"
+        )
     return XRay(
         status=_status_of_all(verdict.status, found, usable),
         case=subject.case,
@@ -382,7 +391,7 @@ def _concluded(
         confirmed=verdict.confirmed,
         law=usable.law,
         magnitudes=usable.magnitudes,
-        sentences=(*_unreadable(found, usable.rows), *verdict.sentences, *_limits(found)),
+        sentences=(*_unreadable(found, usable.rows), *verdict.sentences, *lines),
         tried=verdict.search.tried,
         seconds=time.perf_counter() - began,
     )
@@ -451,19 +460,21 @@ def _judge(
     plain = (*about_values, *pattern(setup, measured, expected, usable.owners, usable.law))
     if not coarse and usable.magnitudes is not None and usable.magnitudes.text:
         plain = (*plain, usable.magnitudes.text)
-    if search.descriptions and not _is_rounding(search.descriptions[0], setup):
+    if search.descriptions and not (
+        all(
+            (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
+            for rule in search.descriptions[0].rules
+        )
+    ):
         kept, confirmed = second.confirmed(search, faults)
-        if confirmed is None and not _is_over_determined(usable, search.descriptions[0]):
-            words = (
-                f"cannot decide: the weights fit “{search.descriptions[0].text}”, but so few weights fit "
-                "other rules, too, and no other call confirms it"
-            )
+        first = search.descriptions[0].text
+        if why := _why_not_stated(usable, search.descriptions[0], confirmed):
+            words = f"cannot decide: the weights fit “{first}”, but {why}"
             return _Verdict(status="undecided", search=search, sentences=(words, *plain))
         if kept.descriptions:
             lines = (*_stated(kept, confirmed, setup), *plain)
             return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
         if not coarse:
-            first = search.descriptions[0].text
             words = f"cannot decide: the weights fit “{first}” here, but not in another case"
             return _Verdict(
                 status="undecided", search=kept, confirmed=False, sentences=(words, *plain)
@@ -475,6 +486,15 @@ def _judge(
         f"cannot decide: none of {search.tried} descriptions explains the weights within the bound"
     )
     return _Verdict(status="undecided", search=search, sentences=(words, *plain))
+
+
+def _why_not_stated(usable: UsableRows, one: Description, confirmed: bool | None) -> str:
+    """Return why a description that fits is not stated, or ""."""
+    if bool(explained(usable.setup, usable.measured, usable.expected, _CLEAR).all()):
+        return f"each is within {_CLEAR:g} bounds of the right weight, where other rules fit, too"
+    if confirmed is None and not _is_over_determined(usable, one):
+        return "so few weights fit other rules, too, and no other call confirms it"
+    return ""
 
 
 def _is_over_determined(usable: UsableRows, one: Description) -> bool:
@@ -502,14 +522,6 @@ def _status_of_all(status: str, found: Examined, usable: UsableRows) -> str:
     if bool(found.measurement.unwritten[left].all()):
         return status if status == "undecided" else "described"
     return "undecided" if len(usable.rows) else "unreadable"
-
-
-def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
-    """Answer whether a description only has factors that are 1 up to the rounding of a constant."""
-    return all(
-        (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
-        for rule in one.rules
-    )
 
 
 def _factors(rule: Rule) -> tuple[Constant, ...]:
@@ -591,25 +603,6 @@ def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
         )
     return lines
 
-
-def _limits(found: Examined) -> list[str]:
-    """Return how precise the weights are, and what was replaced."""
-    setup, measurement = found.setup, found.measurement
-    codes = (
-        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
-    )
-    lines = [
-        f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
-        f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
-    ]
-    if found.drawn:
-        lines.append(
-            "query and keys were drawn from N(0, 1): the scores of the case differ too little"
-        )
-    return lines
-
-
-# The part of ``import attnlab`` that reads weights out of a kernel.
 
 NO_RUNNER = (
     "backend must be given to X-ray a saved call, which holds no kernel: --kernel mine.py:my_attention, "
@@ -725,9 +718,7 @@ def _of_call(call: KernelCall, ran: Case, backend: Backend) -> Subject:
     """Return what is measured of a call: every row of its sequences, and every head."""
     if call.op not in backend.ops:
         allowed = " or ".join(backend.ops)
-        raise InvalidCall(
-            f"op must be {allowed} with backend {backend.name}, got {call.op}", field="op"
-        )
+        raise InvalidCall(f"op must be {allowed} with backend {backend.name}, got {call.op}")
     return Subject(
         call=call,
         target=Target.of(ran),

@@ -12,8 +12,6 @@ from attnlab.weights.plan import Constant, Plan, Rule, constants_near, numbers, 
 from attnlab.weights.rules import Gain, HeadGain, HeadScore, ScoreFactor
 from attnlab.weights.setup import AttentionSetup
 
-# Evidence: how measured weights differ from predicted ones, and whether a prediction explains them.
-
 # Groups of heads: weights of a large call are computed by groups that fit into a processor's caches.
 #
 # A GPU computes larger groups, so that few kernels are launched.
@@ -249,8 +247,6 @@ def _centred(values: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     return torch.where(used, values - values.sum(-1, keepdim=True) / count, 0.0)
 
 
-# Magnitudes: the scales of keys, values and output, fitted to measured weights by head, and as rules.
-
 _SAME = 4e-3  # numbers that differ by less are one
 _MOST_NAMES = 2
 _FEW = 12  # weights that a slope needs
@@ -411,9 +407,6 @@ def _slopes(plan: Plan, measured: torch.Tensor, used: torch.Tensor) -> torch.Ten
     )
     slope = (x * y).sum((0, 2)) / x.square().sum((0, 2))
     return torch.where(used.sum((0, 2)) >= _FEW, slope, torch.nan)
-
-
-# Pattern: what anyone can see in measured weights, in plain sentences, without an explanation.
 
 
 def pattern(

@@ -10,11 +10,11 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
+from attnlab.case.machine import available_bytes
 from attnlab.case.ops import check_weighs_values
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import run_backend
-from attnlab.lab.products import available_bytes
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.weights.codes import (
@@ -324,7 +324,7 @@ def measure(
     read = reader.lanes(shared)
     folded = read[..., : shared.count]
     expected = shared.fold(expected)
-    if not resolve or _agrees(setup, folded, expected):
+    if not resolve or bool(explained(setup, folded, expected, 1.0)[_finite(folded)].all()):
         return reader.finish(shared, read)
     found = reader.finish(shared, read)
     if _is_own(setup, found, folded - expected):
@@ -336,11 +336,6 @@ def measure(
     own, near = own_slots(here, lanes), near_slots(here)
     solved, error = solve_near(here, outputs, reader.sketch_codes, folded.cpu(), lanes, own, near)
     return reader.finish(shared, read, solved.to(setup.device), error)
-
-
-def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Answer whether the lanes of all finite rows have the right sums."""
-    return bool(explained(setup, folded, expected, 1.0)[_finite(folded)].all())
 
 
 def _finite(numbers: torch.Tensor) -> torch.Tensor:
@@ -508,8 +503,6 @@ def weigh(
     return torch.cat(outputs).transpose(0, 1), torch.cat(magnitudes).transpose(0, 1)
 
 
-# examine: measure a call on a backend, and conclude.
-
 COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
 COARSE_VALUES = 0.05  # relative rounding of the output where the weights are right
 _COARSE_MOST, _COARSE_SUM = 0.5, 0.1  # the largest relative errors that are called rounding
@@ -624,7 +617,7 @@ def as_measurable(call: KernelCall) -> KernelCall:
     for name in ("k_scale", "v_scale"):
         scale = torch.as_tensor(getattr(call, name), dtype=torch.float32).flatten()
         if bool((scale != scale[0]).any()):
-            raise InvalidCall(f"{name} must be one number for an X-ray, got several", field=name)
+            raise InvalidCall(f"{name} must be one number for an X-ray, got several")
         scales[name] = float(scale[0])
     return dataclasses.replace(call, **scales)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import truediv
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,12 +54,8 @@ def _by_sequence(
     return found.to(setup.device)
 
 
-# Partition: how a kernel divides the keys of a row into steps: tiles, blocks, splits or segments.
-
-LAST, LAST_SEEN = (
-    -1,
-    -2,
-)  # the last step of the sequence, and the last one in which the row sees a key
+# The last step of the sequence, and the last one in which the row sees a key.
+LAST, LAST_SEEN = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +127,6 @@ class Partition:
             self.only or 0, f"{noun} {self.only}"
         )
         return f"{one}{where} ({self.keys})"
-
-
-# Rescale: partial sums of a softmax that are rescaled wrongly when the maximum rises or parts are merged.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,13 +328,13 @@ def right_keys(setup: AttentionSetup) -> torch.Tensor:
     return source & (setup.entry_slot >= 0) & visible_entries(setup)
 
 
-# Rule: one way in which a kernel differs from a right one, as a change of a Plan; edges and constants.
-
 PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
 
 
 class Rule(ABC):
     """A change of a Plan that depends on the setup only, so that it predicts other calls, too."""
+
+    words: ClassVar[str]  # the rule as a clause, with its fields as of {0}
 
     @property
     def complexity(self) -> int:
@@ -357,9 +350,9 @@ class Rule(ABC):
         """Return the plan under this rule."""
 
     @property
-    @abstractmethod
     def text(self) -> str:
         """Return the rule as a clause."""
+        return self.words.format(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,9 +491,6 @@ def constants_near(value: float, setup: AttentionSetup, tolerance: float) -> lis
         if abs(compute(setup) - value) <= tolerance * max(abs(value), 1e-3)
     ]
     return [*named, Constant("", value)]
-
-
-# Description: rules and the rows and heads that they concern; predicts weights and outputs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

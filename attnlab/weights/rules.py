@@ -99,12 +99,10 @@ class AlibiFactor(Rule):
 class AlibiOrigin(Rule):
     """ALiBi counts distances from the first new token: with a sink, this changes the sums."""
 
+    words = "ALiBi's distances count from the first new token, so the sink's share is wrong"
+
     def apply(self, plan: Plan) -> Plan:
         return plan.change(alibi_from="first new token")
-
-    @property
-    def text(self) -> str:
-        return "ALiBi's distances count from the first new token, so the sink's share is wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +258,8 @@ SINK_FAULTS = tuple(_OTHER_SINKS)
 class Sinks(Rule):
     """Attention sinks are left out, counted twice, scaled, or those of other heads."""
 
+    words = "the sinks are {0.how}"
+
     how: str
 
     def apply(self, plan: Plan) -> Plan:
@@ -267,10 +267,6 @@ class Sinks(Rule):
         if sinks is None or every is None:
             return plan
         return plan.change(sinks=_OTHER_SINKS[self.how](plan, sinks, every.cpu().double()))
-
-    @property
-    def text(self) -> str:
-        return f"the sinks are {self.how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,6 +509,10 @@ class ZeroKeys(Rule):
 class TopLeftMask(Rule):
     """New token i sees the keys at positions 0 to i: the causal mask lacks the length of the context."""
 
+    words = (
+        "the causal mask is aligned at its top left: new token i sees the keys at positions 0 to i"
+    )
+
     def apply(self, plan: Plan) -> Plan:
         setup = plan.setup
         last = (setup.position - setup.ctx_len)[:, None]
@@ -522,21 +522,15 @@ class TopLeftMask(Rule):
         seen &= (at <= last) & (at > last - window if window else at >= 0)
         return plan.change(visible=seen.double(), counted=seen.double())
 
-    @property
-    def text(self) -> str:
-        return "the causal mask is aligned at its top left: new token i sees the keys at positions 0 to i"
-
 
 @dataclass(frozen=True, slots=True)
 class NoKeys(Rule):
     """The rows are 0: they attend to no key."""
 
+    words = "the output is 0: no key has a weight"
+
     def apply(self, plan: Plan) -> Plan:
         return plan.change(visible=torch.zeros_like(plan.visible))
-
-    @property
-    def text(self) -> str:
-        return "the output is 0: no key has a weight"
 
 
 # Rules about one step of the keys: a tile, block or part that counts a constant number of times.
@@ -778,15 +772,13 @@ HEAD_FORMS = {
 class KeyHead(Rule):
     """Query heads use the keys of other KV heads."""
 
+    words = "query heads use the keys of other KV heads: {0.form}"
+
     form: str
 
     def apply(self, plan: Plan) -> Plan:
         setup = plan.setup
         return plan.change(kv_head=other_head(self.form, setup))
-
-    @property
-    def text(self) -> str:
-        return f"query heads use the keys of other KV heads: {self.form}"
 
 
 def other_head(form: str, setup: AttentionSetup) -> torch.Tensor:
@@ -810,6 +802,8 @@ SLOPE_FORMS = tuple(_SLOPES_OF)
 class SlopeOf(Rule):
     """ALiBi's slopes are those of other heads."""
 
+    words = "ALiBi's slopes are those of {0.form}"
+
     form: str
 
     def apply(self, plan: Plan) -> Plan:
@@ -818,13 +812,6 @@ class SlopeOf(Rule):
             return plan
         index = _SLOPES_OF[self.form](plan.setup, len(slopes))
         return plan.change(slopes=slopes.cpu().double()[index])
-
-    @property
-    def text(self) -> str:
-        return f"ALiBi's slopes are those of {self.form}"
-
-
-# StoredRead: a rule about caches with a scale per token and head: they are read in a wrong way.
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,6 @@ from attnlab.weights.rules import (
 )
 from attnlab.weights.setup import AttentionSetup
 
-# Proposals: the rules that are tried, chosen by what the measured weights look like.
-
 START = Edge("start")
 _TILES = (8, 16, 32, 64, 128, 256)
 _SHIFTS = (1, 2, 3)
@@ -94,7 +92,7 @@ def proposals(
     yield from _keys(plan.setup, traits)
     if traits.law or traits.parts or traits.extra:
         yield from _scores(plan, law)
-        yield from _heads(plan)
+        yield from (KeyHead(form) for form in HEAD_FORMS)
     if traits.law or traits.sums:
         yield from _rescales(plan.setup)
     if traits.sums or traits.parts or plan.sinks is not None:
@@ -232,11 +230,6 @@ def _scores(plan: Plan, law: Law | None) -> Iterator[Rule]:
         for name in ("log2(e)", "ln(2)", "2", "1/2"):
             yield Softcap("score", Constant(name))
         yield from (MaskCapped(tile) for tile in (0, *tile_sizes(setup)))
-
-
-def _heads(plan: Plan) -> Iterator[Rule]:
-    """Yield the keys of other KV heads."""
-    yield from (KeyHead(form) for form in HEAD_FORMS)
 
 
 def _rescales(setup: AttentionSetup) -> Iterator[Rule]:

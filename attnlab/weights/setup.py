@@ -308,10 +308,7 @@ def places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones, [n].
-
-    ``weighed``: [N] bool.
-    """
+    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones."""
     call = setup.call
     none = torch.zeros(setup.num_slots, dtype=torch.bool, device=setup.device)
     near = none if weighed is None else weighed.clone()
@@ -357,7 +354,12 @@ def make_setup(
     ctx_len = seq_lens[seq] - starts.diff()[seq]
     cached = torch.tensor([problem.cached_len(one) for one in range(len(seq_lens))])[seq]
     entry_slot, entry_position, is_new = _entries(call, starts, seq, ctx_len)
-    key = _keys(call, target, device)
+    stored = call.key_cache.to(device).permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
+    format = format_of(call, target)
+    key = format.decode(stored.contiguous()).double()
+    if format.is_fp8:
+        key = (key * call.k_scale).to(call.query.dtype).double()
+    key = torch.cat([key, call.key.to(device).double()]) if has_new_slots(call) else key
     query = call.query.to(device)[rows.to(device)][:, heads.to(device)].double()
     kv_head = heads // call.num_queries_per_kv
     names = tuple(_kernel_of(problem, int(one)) for one in seq)
@@ -414,16 +416,6 @@ def _entries(
     return torch.cat([slots, new_slots], 1), at, is_new
 
 
-def _keys(call: KernelCall, target: Target, device: torch.device | str) -> torch.Tensor:
-    """Return the keys of all slots, [N, num_kv_heads, head_size] float64."""
-    stored = call.key_cache.to(device).permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
-    format = format_of(call, target)
-    key = format.decode(stored.contiguous()).double()
-    if format.is_fp8:
-        key = (key * call.k_scale).to(call.query.dtype).double()
-    return torch.cat([key, call.key.to(device).double()]) if has_new_slots(call) else key
-
-
 def _kernel_of(problem: Problem, seq: int) -> str:
     """Return the kernel that serves a sequence."""
     if len(problem.kernels) == 1:
@@ -440,7 +432,7 @@ def check_readable(case: Case) -> None:
     """Raise InvalidCase for an op argument with which values of 0 and 1 do not show the weights."""
     if case.argument.no_xray:
         text = f"op_argument must let an X-ray read weights, got {case.op_argument}: {case.argument.no_xray}"
-        raise InvalidCase(text, field="op_argument")
+        raise InvalidCase(text)
 
 
 def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunOptions:
@@ -451,10 +443,7 @@ def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunO
 
 
 def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> AttentionSetup:
-    """Return the setup with queries and keys as the op of a Case with an op argument reads them.
-
-    ``is_native``: the op runs on a GPU, not under Triton's interpreter.
-    """
+    """Return the setup with queries and keys as the op of a Case with an op argument reads them."""
     if case is None:
         return setup
     if case.op_argument == "diffkv":

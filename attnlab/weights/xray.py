@@ -271,9 +271,6 @@ def _of_kernel(kernel: str, setup: AttentionSetup) -> int:
     return _UNIFIED_TILE // 2 if is_decode else _UNIFIED_TILE
 
 
-# KeyColumns: the weights of one sequence's rows with keys in logical order, and foreign slots apart.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeyColumns:
     """Weights of some rows and one head.
@@ -465,7 +462,13 @@ def value_faults(
     if bool(right.all()):
         return ValueFaults()
     rows = torch.nonzero(~right.all(1)).flatten()
-    if not _is_linear(setup, found, run, rows):
+    codes = random_codes(values_shape(found.call))
+    once, twice = (
+        _some(run(with_values(found.call, setup.target, times * codes)), setup, found)[rows]
+        for times in (1, 2)
+    )
+    bound = 4 * residual_bound(setup, found)[rows] + 0.02 * once.abs()
+    if not bool(((twice - 2 * once).abs() <= bound).all()):
         return ValueFaults(limits=(_INSPECTS,))
     form, pairs = _heads_of(setup, found, run, rows)
     elements, words = _elements_of(setup, found, run, rows)
@@ -484,17 +487,6 @@ def value_faults(
             "the weights are those for values of 0 and 1",
         )
     )
-
-
-def _is_linear(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor) -> bool:
-    """Answer whether twice the random values give twice the output in some rows."""
-    codes = random_codes(values_shape(found.call))
-    once, twice = (
-        _some(run(with_values(found.call, setup.target, times * codes)), setup, found)[rows]
-        for times in (1, 2)
-    )
-    bound = 4 * residual_bound(setup, found)[rows] + 0.02 * once.abs()
-    return bool(((twice - 2 * once).abs() <= bound).all())
 
 
 def _ran(

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {  # the public names of each module
-    "attnlab.show.plots": "plot_blocks plot_fits plot_formats plot_merge plot_seq_error "
-    "plot_sizes plot_story",
+    "attnlab.show.plots": "plot_blocks plot_seq_error",
+    "study.plots": "plot_fits plot_formats plot_merge plot_sizes plot_story",
     "study.broken_kernel": "PLANTED left_unexplained named_by_catalogue plant "
     "plot_weights_of vllm_source with_values_of",
     "study.claims": "judge_claims",

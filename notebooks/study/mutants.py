@@ -2,8 +2,20 @@
 
 from attnlab.case.case import Case
 from attnlab.case.pytest_id import tolerance_of_test
-from attnlab.mutation.power import MUTANTS, NINE, Mutant, MutationReport
+from attnlab.mutation.power import MUTANTS, Mutant, MutationReport
 from attnlab.mutation.power import measure_power as power
+
+NINE = (  # the mutants that the study counted
+    "scale_doubled",
+    "scale_missing",
+    "scores_ignored",
+    "causal_plus_one",
+    "causal_minus_one",
+    "keys_of_next_sequence",
+    "new_tokens_only",
+    "values_of_next_sequence",
+    "random_noise",
+)
 
 
 def mutant(case: Case, name: str) -> tuple[float, str]:

@@ -1,6 +1,7 @@
 """The emulated device as notebook 08 uses it: single calls of the ROCm source, with options and traces."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,17 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend
-from attnlab.kernels.rocm.device import DeviceOptions, times_adapted
+from attnlab.kernels.rocm.device import (
+    ADAPTATIONS,
+    FOLDER,
+    KERNELS,
+    SINGLE,
+    Adaptation,
+    DeviceOptions,
+)
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.vllm.source import Source, fetch_sdist, find_source
 from attnlab.lab.lab import Lab
@@ -121,3 +129,14 @@ def emulated(source: str | None) -> Emulated:
     """
     found = find_source(Path(source) if source else fetch_sdist("0.11.2"))
     return Emulated(found, Lab(source=found.path))
+
+
+def times_adapted(root: Path) -> list[tuple[Adaptation, int]]:
+    """Return the adaptations that the vLLM at ``root`` needs, each with its number of matches."""
+    folder = root / FOLDER
+    file = next((folder / n for n in (SINGLE, KERNELS) if (folder / n).is_file()), None)
+    if file is None:
+        raise Unavailable(f"{root} has no {FOLDER} attention")
+    text = file.read_text()
+    counts = [(change, len(re.findall(change.pattern, text))) for change in ADAPTATIONS]
+    return [(change, times) for change, times in counts if times]

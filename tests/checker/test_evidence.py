@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from helpers.cases import hostile
 from helpers.faulty_labs import FaultyLab
-from helpers.plugins import RIGHT, checked, planted
+from helpers.plugins import RIGHT, faults_of, planted
 
 from attnlab.case.case import Case
-from attnlab.checker.case_check import check_case
-from attnlab.checker.case_run import Rules, evidence_fields, lab_of
+from attnlab.checker.case_run import Rules, evidence_fields, remembering
 from attnlab.checker.finding import HORIZON, UNNAMED, Finding, merged_findings
 from attnlab.checker.plan import Plan, groups, named_outcomes, naming_tasks
 from attnlab.checker.report import merged_by_line
@@ -58,10 +57,19 @@ def without_newest_key(condition: str) -> str:
 def test_each_fault_is_one_finding(tmp_path):
     """Two faults without a name, which more than two cases show."""
     backend = planted(tmp_path, FAULTY, "faulty")
-    found = [one for one in checked(backend, cases=3).findings if one.kind == "wrong_output"]
-    assert len(found) == 2
-    assert all("queries are read at a wrong address" in one.diagnosis for one in found)
-    assert sum(one.seen for one in found) > 2
+    case = hostile(
+        op=backend.op, backend=backend.name, platform="sm_90", query_lens=(1, 5), ctx_lens=(20, 3),
+        num_heads=6,
+    )  # fmt: skip
+    with remembering():
+        found = [
+            one
+            for each in (case, case.replace(seed=1), case.replace(num_queries_per_kv=3))
+            for one in faults_of(backend, each, searches=True)
+        ]
+    seen = grouped_findings(*found)
+    assert [count for _, count in seen] == [2, 1]
+    assert all("queries are read at a wrong address" in diagnosis for diagnosis, _ in seen)
 
 
 FINDING = Finding(
@@ -200,14 +208,13 @@ def test_errors_without_a_name_are_separated_by_what_the_outputs_hold():
 def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, count):
     """Decodes lose their newest key without a soft cap, prefills lose it with one."""
     backend = planted(tmp_path, without_newest_key(condition))
-    lab = lab_of(backend, "cpu")
     case = hostile(
         op=backend.op, backend=backend.name, platform="sm_90",
         query_lens=(1, 5, 1), ctx_lens=(20, 18, 40),
     )  # fmt: skip
     alone = case.replace(query_lens=(1, 1), ctx_lens=(20, 40))
     cases = (case, case.replace(softcap=3.0), *((alone,) if count == 1 else ()))
-    found = [one for each in cases for one in check_case(lab, backend, each)]
+    found = [one for each in cases for one in faults_of(backend, each)]
     assert len(grouped_findings(*found)) == count
 
 
@@ -216,13 +223,13 @@ def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
     row that equals its neighbour in one whose keys are equal."""
     text = PLANTED + "        hidden = hidden | ((away == 0) & (at % 32 == 31))\n"
     backend = planted(tmp_path, RIGHT.replace(PLANTED, text))
-    lab, found = lab_of(backend, "cpu"), []
     plain = {"op": backend.op, "backend": backend.name, "platform": "sm_90"}
+    found = []
     for query_lens, ctx_lens, values in (
         ((1, 5, 1), (16, 15, 31), "normal"), ((1, 3), (50, 93), "normal"), ((3, 1), (29, 37), "ties"),
     ):  # fmt: skip
         case = hostile(**plain, query_lens=query_lens, ctx_lens=ctx_lens, distribution=values)
-        found += check_case(lab, backend, case)
+        found += faults_of(backend, case, searches=not found)  # which take seconds
     ((_, seen),) = grouped_findings(*found)
     assert seen == 3
 
@@ -238,7 +245,7 @@ def test_a_wrong_head_is_one_finding_in_every_layout(tmp_path):
         "num_queries_per_kv": 3,
     }
     case = hostile(**fields, query_lens=(1, 9), ctx_lens=(64, 40), kv_layout="HND")
-    (found,) = [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
+    (found,) = faults_of(backend, case, searches=True)
     assert found.diagnosis.endswith("with head within its group in place of KV head")
 
 
@@ -250,7 +257,7 @@ def test_a_fault_has_its_name_also_where_the_window_has_freed_blocks(tmp_path):
     lens = {"query_lens": (1, 8, 2), "ctx_lens": (79, 88, 126)}
     for freed in ("kept", "empty", "recycled"):
         case = hostile(**fields, **lens, sliding_window=20, freed=freed)
-        (found,) = check_case(lab_of(backend, "cpu"), backend, case)
+        (found,) = faults_of(backend, case)
         assert (found.diagnosis, found.case.freed) == ("window_plus_one", "kept")
 
 
@@ -352,7 +359,7 @@ def test_one_degenerate_case_names_nothing(tmp_path, name, fault, fields, false)
         op=backend.op, backend=backend.name, platform="sm_90", num_heads=2, num_queries_per_kv=2,
         head_size=32, query_lens=(1,), ctx_lens=(9,), **fields,
     )  # fmt: skip
-    found = [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
+    found = faults_of(backend, case)
     assert [one.kind for one in found] == ["wrong_output"]
     assert found[0].diagnosis != false
     assert found[0].diagnosis not in DEFECTS
@@ -368,7 +375,7 @@ def test_a_row_that_no_program_writes_reads_no_slots(tmp_path):
         op=backend.op, backend=backend.name, platform="sm_90", query_lens=(1, 3), ctx_lens=(9, 20),
         kv_cache_dtype="fp8", distribution="uniform_1e-3", cache_write="numeric",
     )  # fmt: skip
-    found = [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
+    found = faults_of(backend, case)
     assert [(one.kind, one.diagnosis) for one in found] == [
         ("rows_not_written", "rows_never_written")
     ]

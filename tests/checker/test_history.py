@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.plugins import RIGHT, checked, planted
+from helpers.plugins import RIGHT, checked, faults_of_cases, planted
 from helpers.sources import needs_triton
 from helpers.triton_example import CASE
 
@@ -124,8 +124,8 @@ def test_a_fault_of_history_is_found_in_a_plugin(tmp_path: Path, name: str) -> N
     """Each is found by its variant, and named."""
     old, new = PLANTED[name]
     assert old in RIGHT
-    report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=14)
-    assert name in {one.diagnosis for one in report.findings}
+    found = faults_of_cases(planted(tmp_path, RIGHT.replace(old, new)), 14)
+    assert name in (one.diagnosis for one in found)
 
 
 def found(source: Source, case: Case) -> list[Finding]:

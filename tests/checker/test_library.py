@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, planted
+from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, faults_of_cases, planted
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
@@ -47,8 +47,9 @@ write.kv_cache_dtypes = ("auto",)
 )
 def test_sound_models_give_no_finding(platform: str) -> None:
     """Variants in which a model reproduces an error of vLLM are left out."""
-    report = checked(ModelBackend(rules="0.33.0"), cases=30, platform=platform)
-    assert report.cases_run > 170
+    cases = 12 if platform == "sm_90" else 30
+    report = checked(ModelBackend(rules="0.33.0"), cases=cases, platform=platform)
+    assert report.cases_run > 5 * cases
     assert report.findings == report.observations == []
     assert set(ModelBackend(rules="0.33.0").blind_spots) <= set(report.left_out)
 
@@ -69,10 +70,6 @@ def test_the_older_models_faults_are_found() -> None:
     result = Lab().run(by_scale.case)
     assert result.errors is not None
     assert result.errors.greatest_abs.value > 1e-2
-
-
-# Diagnoses of faults that nearly every case shows, so that the first ones suffice.
-IN_EVERY_CASE = ("scale_doubled", "rows_never_written", "kv_head_modulo")
 
 
 @pytest.mark.parametrize(
@@ -101,15 +98,20 @@ IN_EVERY_CASE = ("scale_doubled", "rows_never_written", "kv_head_modulo")
 def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
     """Each fault has its kind; a change without effect has no finding."""
     assert old in RIGHT
-    cases = 3 if diagnosis in IN_EVERY_CASE else 12
-    report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=cases)
+    found = faults_of_cases(planted(tmp_path, RIGHT.replace(old, new)), 12)
     if kind is None:
-        assert report.findings == []
-        return
-    assert kind in {one.kind for one in report.findings}
-    assert {one.case.num_kv_heads for one in report.findings} <= {1, 2}
-    names = {one.diagnosis for one in report.findings}
-    assert any(name.startswith((diagnosis, "ambiguous")) for name in names), names
+        assert list(found) == []
+    else:
+        assert any(one.kind == kind and one.diagnosis.startswith(diagnosis) for one in found)
+
+
+def test_a_finding_has_its_smallest_case(tmp_path: Path) -> None:
+    """With few heads; all cases show the fault."""
+    report = checked(planted(tmp_path, RIGHT.replace("* scale", "* 2 * scale")), cases=3)
+    (found,) = report.findings
+    assert (found.kind, found.diagnosis) == ("wrong_output", "scale_doubled")
+    assert found.case.num_kv_heads in (1, 2)
+    assert found.seen == report.cases_run
 
 
 def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from helpers.triton_example import SMALL, TRITON, planted
 
 from attnlab.case.case import Case
 from attnlab.cli.main import main
+from attnlab.diagnosis import confirmation, refinement
 from attnlab.diagnosis.claims import KernelLocation
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.lines import locate_lines, preferred, why_unavailable
@@ -224,7 +225,9 @@ def test_an_op_in_inference_mode_has_lines(tmp_path):
     assert found.repairs
 
 
-def test_the_diagnosis_states_no_line_that_no_rerun_confirms(tmp_path):
+def test_the_diagnosis_states_no_line_that_no_rerun_confirms(tmp_path, monkeypatch):
+    monkeypatch.setattr(confirmation, "rules_of", lambda problem: ())  # none describes the fault,
+    monkeypatch.setattr(refinement, "_XRAY_S", 0.1)  # nor does an X-ray
     case, line = planted(tmp_path, LOAD_Q, LOAD_Q + "    if head == 1:\n        q = q * q\n")
     found = diagnose(case, lab=Lab(), propose=False, defects=(), limit=Limit(edits=0))
     assert line + 2 in [one.line for one in found.locations]

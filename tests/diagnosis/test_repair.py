@@ -5,8 +5,10 @@ import shutil
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.claims import REPAIR, candidate
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
@@ -19,6 +21,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.lines import locate_lines
 from attnlab.diagnosis.repair_check import (
+    Proof,
     find_claim,
     varied_cases,
     with_contents,
@@ -51,11 +54,15 @@ NEVER = candidate("rows_never_written")
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch):
-    """Confirm repairs in three further cases of as many heads, and in two varied ones, for time."""
+    """Confirm repairs in three further cases of as many heads, and in two varied ones, for time.
+
+    Three are enough here; :func:`test_an_edit_needs_ten_further_cases` is about the number.
+    """
 
     def few(case):
         return islice((one for one in further_cases(case) if one.num_heads == case.num_heads), 3)
 
+    monkeypatch.setattr(repair_check, "_FEWEST", 3)
     monkeypatch.setattr(repair_check, "further_cases", few)
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 2))
 
@@ -85,7 +92,7 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     assert (found.status, found.is_by_repair) == ("described", True)
     assert (claim.file, claim.line) == (case.backend.split(":")[0], line)
     assert claim.repair.edit.text == "`first // BLOCK` in place of `first % BLOCK`"
-    assert (claim.only_finite, claim.cases) == (False, 10)
+    assert (claim.only_finite, claim.cases) == (False, 5)
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
     assert found.locations[0].line == line
     assert found.sentences()[0] == claim.text
@@ -127,6 +134,17 @@ def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
     repairs = locate_lines(lab, case, None, LIMIT).repairs
     assert [one.line[1] for one in repairs] == [line]
     assert find_claim(lab, case, repairs) is None
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+@pytest.mark.parametrize("was_right", [True, False])
+def test_a_fault_of_another_mask_refutes_no_edit(mask, was_right):
+    """The output is wrong with the edit; only of the same mask, or of a right output, that is its fault."""
+    edit, numbers = SimpleNamespace(), torch.zeros(2, 3)
+    runs = {None: (was_right, numbers), id(edit): (False, numbers + 1)}
+    proof = Proof(case=1, mask=mask, runs={("garbage", key): ran for key, ran in runs.items()})
+    is_refuted = repair_check._is_refuted(edit, proof, Proof(case=0, mask="causal"))
+    assert is_refuted == (was_right or mask == "causal")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +234,7 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
 
 def test_an_edit_needs_ten_further_cases(tmp_path, monkeypatch):
     """Cases like those that show the fault are added until there are ten, or one refutes the edit."""
+    monkeypatch.setattr(repair_check, "_FEWEST", 10)
     lab = Lab(device="cpu")
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
@@ -604,9 +623,9 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
     found = find_claim(lab, case, [right])
-    assert (found.cases, found.untouched) == (10, 1)
+    assert (found.cases, found.untouched) == (3, 1)
     assert found.text.endswith(
-        "in 10 further cases; in 1 other case it stays wrong, without a change"
+        "in 3 further cases; in 1 other case it stays wrong, without a change"
     )
     assert find_claim(lab, case, [edited(last, "first * 0")]) is None
 

@@ -372,21 +372,29 @@ def test_zeros_are_no_sign_of_reads_outside_of_the_cache(monkeypatch):
     assert find_rule(lab, case, zeros) is None
 
 
-def test_a_rule_of_decodes_that_holds_with_several_new_tokens_must_hold_with_many(monkeypatch):
-    """With up to one tile of new tokens, tiles that are lost are those of the context."""
+@pytest.mark.parametrize(("longest", "is_clear"), [(128, True), (999, False), (999, True)])
+def test_a_rule_needs_many_new_tokens_and_clear_errors(monkeypatch, longest, is_clear):
+    """With up to one tile of new tokens, tiles that are lost are those of the context. Small numbers explain
+    errors just above their bounds."""
     case = hostile(op="context_attention_fwd", query_lens=(1, 1), ctx_lens=(129, 1))
     defect = SimpleNamespace(family="loops", is_shown=lambda problem, seqs: True)
     rule, lens = SimpleNamespace(name="lost", defect=defect), []
 
     def confirmed(lab, other, output, candidates):
         lens.append(max(other.lengths.query_lens))
-        found = SimpleNamespace(diagnosis=SimpleNamespace(is_wrong=True))
-        return (candidates if lens[-1] <= 128 else []), found
+        locations = SimpleNamespace(is_clear=is_clear)
+        found = SimpleNamespace(
+            diagnosis=SimpleNamespace(is_wrong=True), evidence=SimpleNamespace(locations=locations)
+        )
+        return (candidates if lens[-1] <= longest else []), found
 
     monkeypatch.setattr(confirmation, "_explanations", lambda *_: ([rule], {"lost"}))
     monkeypatch.setattr(confirmation, "_shown", lambda *_: set())
     monkeypatch.setattr(confirmation, "_confirmed", confirmed)
-    assert find_rule(Lab(device="cpu"), case, lambda other: None) is None
+    monkeypatch.setattr(confirmation, "_separated", lambda lab, case, left, rerun: left)
+    monkeypatch.setattr(confirmation, "_true_of_outside", lambda lab, case, left, rerun: left)
+    found = find_rule(Lab(device="cpu"), case, lambda other: None)
+    assert (found is not None) == (longest > 128 and is_clear)
     assert min(lens) == 1 < max(lens)
 
 

@@ -72,6 +72,7 @@ def furnish(work: Path, command: str) -> None:
             if has in snippet.text:
                 (work / file).write_text(snippet.text)
     (work / "generate.py").write_text("")
+    (work / "test_small.py").write_text("def test_nothing():\n    pass\n")
     (work / "failure.txt").write_text(
         "Mismatched elements: 8192 / 43720704\n"
         "Greatest absolute difference: 1.6855 at index (5336, 0, 0)\n"

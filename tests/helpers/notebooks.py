@@ -1,6 +1,8 @@
-"""Notebooks that are planted: small ones, each for one way to end."""
+"""Notebooks that are planted: small ones, each for one way to end; and the claims of the study."""
 
+import functools
 from pathlib import Path
+from typing import Any
 
 SEGFAULT = "import ctypes; ctypes.string_at(0)"
 OOM_KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -18,6 +20,15 @@ def write_notebook(path: Path, title: str, *sources: str, parameters: str | None
     spec = {"name": "python3", "language": "python", "display_name": "Python 3"}
     write(v4.new_notebook(cells=cells, metadata={"kernelspec": spec}), path)
     return path
+
+
+@functools.cache
+def judged(number: str) -> Any:
+    """Judge a claim of the study once in this process; return the Finding."""
+    from study.claims import LEDGER
+
+    (entry,) = (one for one in LEDGER if one.claim.number == number)
+    return entry.judge(entry.claim)
 
 
 NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"

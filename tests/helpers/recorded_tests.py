@@ -1,10 +1,14 @@
-"""Run pytest with the plugin in a process of its own, and read what it reported."""
+"""Run pytest with the plugin in another process, and read what it reported."""
 
 import importlib.metadata
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+import pytest
+
+from helpers.processes import in_copy
 
 
 def plugin_arguments() -> list[str]:
@@ -13,18 +17,20 @@ def plugin_arguments() -> list[str]:
     return [] if list(points) else ["-p", "attnlab.recorder.pytest_plugin"]
 
 
-def pytest_in(folder: Path, *options: str, code: int = 1) -> str:
-    """Run pytest in a process of its own; return what it prints."""
-    command = [sys.executable, "-m", "pytest", *plugin_arguments(), "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--junitxml=junit.xml", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+def pytest_in(folder: Path, *options: str, code: int = 1, fresh: bool = False) -> str:
+    """Run pytest in a folder; return what it prints.
+
+    It runs in a copy of this process, which has imported torch, or in a ``fresh`` one, as users start it.
+    """
+    words = [*plugin_arguments(), "-p", "no:cacheprovider", "--junitxml=junit.xml", *options]
+    if fresh:
+        command = [sys.executable, "-m", "pytest", *words]
+        done = subprocess.run(command, cwd=folder, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        ended, printed = done.returncode, done.stdout
+    else:
+        ended, printed = in_copy(lambda: int(pytest.main(words)), folder)
+    assert ended == code, printed
+    return printed
 
 
 def properties(folder: Path) -> dict[str, dict[str, str]]:

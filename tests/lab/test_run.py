@@ -131,7 +131,8 @@ def test_a_shared_lab_equals_a_new_one_for_each_field(base):
         case = small(**base | {name: value})
         if case is None or case == start:
             continue
-        lab.run(start)
+        if name not in compared:  # else the product of another value of the field may be reused
+            lab.run(start)
         assert same_result(lab.run(case), Lab().run(case)), (name, value)
         compared.add(name)
     assert len(compared) > 25

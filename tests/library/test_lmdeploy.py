@@ -1,9 +1,11 @@
 """LMDeploy's records, with a made-up LMDeploy whose text is ours."""
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.plugins import faults_of
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
@@ -159,11 +161,12 @@ def test_the_ops_are_right_and_planted_faults_are_found(tmp_path):
 @needs_triton
 def test_caches_of_integers(tmp_path):
     """Values with the scales of keys, and zero points that are one too large."""
-    run = {"library": "lmdeploy", "engine": "local:1", "ops": INTEGERS, "cases": 3}
-    right = check(source=lmdeploy(tmp_path / "a"), **run)
-    assert (right.cases_run, right.findings) == (12, [])
-    wrong = check(source=lmdeploy(tmp_path / "b", scales="k", zero=" + 1"), **run)
-    assert {one.op for one in wrong.findings} == {*INTEGERS}
+    right = find_backend("library:lmdeploy", lmdeploy(tmp_path / "a"))
+    wrong = find_backend("library:lmdeploy", lmdeploy(tmp_path / "b", scales="k", zero=" + 1"))
+    for op in INTEGERS:
+        cases = list(islice(hostile_cases(right, op, "sm_90", None, 0), 3))
+        assert [found for one in cases for found in faults_of(right, one)] == []
+        assert faults_of(wrong, cases[0])
 
 
 @needs_triton

@@ -80,8 +80,17 @@ OP = STATE_OPS["fla_fused_recurrent_gated_delta_rule"]
 
 @pytest.fixture(autouse=True)
 def few_edits(monkeypatch):
-    """Try few edits of a source."""
-    monkeypatch.setattr(state_check, "_LIMIT", Limit(edits=300, seconds=4.0))
+    """Try few edits of a source, and check cases of the usual features with few tokens."""
+    monkeypatch.setattr(state_check, "_LIMIT", Limit(edits=20, seconds=2.0))
+    monkeypatch.setattr(state_check, "variants_of", short_variants)
+
+
+def short_variants(op):
+    """Return the hostile cases of an op with at most seven tokens of a sequence."""
+    return {
+        name: case.replace(query_lens=tuple(min(count, 7) for count in case.query_lens))
+        for name, case in variants_of(op).items()
+    }
 
 
 def source_of(folder, text=KERNEL):
@@ -255,7 +264,7 @@ def test_a_right_kernel_has_no_finding(tmp_path):
     source = source_of(tmp_path)
     found = check_op(OP, source)
     assert found.findings == []
-    assert found.ran == len(variants_of(OP))
+    assert found.ran == len(variants_of(OP)) > 10
     one = xray_state(StateCase(op=OP.name, query_lens=(4, 2)), tmp_path)
     assert one.status == "right"
     assert one.worst < 1
@@ -276,12 +285,10 @@ def test_a_right_kernel_has_no_finding(tmp_path):
             "tl.load(k + key_row)",
             "after the end of k",
         ),
-        ("        tl.store(o", "        if i < 64:\n            tl.store(o", "that of token 64"),
+        ("        tl.store(o", "        if i < 4:\n            tl.store(o", "that of token 4"),
     ],
 )
-def test_a_planted_fault_is_described(tmp_path, monkeypatch, before, after, words):
-    if words != "that of token 64":  # which all cases show
-        monkeypatch.setattr(state_check, "variants_of", lambda op: dict(enumerate(few(op))))
+def test_a_planted_fault_is_described(tmp_path, before, after, words):
     assert before in KERNEL
     found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings
     assert found
@@ -290,7 +297,8 @@ def test_a_planted_fault_is_described(tmp_path, monkeypatch, before, after, word
         assert "confirmed on" in found[0].title
 
 
-def test_an_edit_of_the_source_is_stated(tmp_path):
+def test_an_edit_of_the_source_is_stated(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_check, "_LIMIT", Limit(edits=300, seconds=4.0))
     text = KERNEL.replace("out = tl.sum(state * query", "out = tl.sum(state + query")
     (found,) = check_op(OP, source_of(tmp_path, text)).findings
     assert "fused_recurrent.py, line" in found.title

@@ -14,9 +14,10 @@ from attnlab.cli.main import main
 from attnlab.cli.sharded import print_power
 from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
-from attnlab.mutation.power import MUTANTS, NINE, is_equivalent, ladder
+from attnlab.mutation.power import MUTANTS, is_equivalent, ladder
 from attnlab.mutation.power import measure_power as power
 from attnlab.show.plots.stages import plot_power
+from study.mutants import NINE
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}
 TEST = Case(stage="cast_after_cumsum", x=8, atol=1e-4)  # the plain test as drawn with seed 0

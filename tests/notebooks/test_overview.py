@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from helpers.notebooks import NOTEBOOKS, judged
 from nbformat import v4, write
 
 import study
@@ -16,15 +17,13 @@ from study.claims import FAILS, HOLDS, LEDGER, Findings
 from study.overview import _JUDGES, Chapters, read_chapters
 from study.predictions import outcomes, predict_stages
 
-NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
 ENGINE = ("C17", "C18")
 
 
 @pytest.fixture(scope="module")
 def ledger() -> Findings:
     """Judge the claims that the chapters use; the engine's claims are set without a run."""
-    wanted = {"C2", "C3", "C6", "C11", "C13"}
-    found = [one.judge(one.claim) for one in LEDGER if one.claim.number in wanted]
+    found = [judged(number) for number in ("C2", "C3", "C6", "C11", "C13")]
     engine = [
         dataclasses.replace(
             found[0], claim=one.claim, verdict=HOLDS, reading=f"read {one.claim.number}"
@@ -83,13 +82,14 @@ def test_another_outcome_makes_other_facts(ledger: Findings) -> None:
     )
     changed = {"C2": {"evidence": refused}, "C17": {"verdict": FAILS}}
     changed["C11"] = {"evidence": {"cause": "unexplained", "predicted": 1.5, "observed": 1.6}}
-    other = Findings(
-        dataclasses.replace(one, **changed.get(one.claim.number, {})) for one in ledger
-    )
-    facts = {one.notebook[:2]: one for one in read_chapters(other, NOTEBOOKS)}
-    assert facts["01"].facts["taken"] == []
-    assert facts["04"].facts == {"cause": "unexplained"}
-    assert facts["06"].facts["C17"] == FAILS
+    other = {
+        one.claim.number: dataclasses.replace(one, **changed.get(one.claim.number, {}))
+        for one in ledger
+    }
+    facts = {number: _JUDGES[number][1](other)[1] for number in ("01", "04", "06")}
+    assert facts["01"]["taken"] == []
+    assert facts["04"] == {"cause": "unexplained"}
+    assert facts["06"]["C17"] == FAILS
 
 
 def test_a_notebook_without_an_answer_is_listed(tmp_path: Path, ledger: Findings) -> None:

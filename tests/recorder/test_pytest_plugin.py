@@ -168,7 +168,7 @@ def run(tmp_path_factory):
     (folder / "test_kern.py").write_text(TESTS.format(helpers=str(ROOT / "tests")))
     (folder / "pytest.ini").write_text("[pytest]\nattnlab_ops = kern:paged\n")
     options = ("--attnlab", "--attnlab-power-json", "power.json", "--attnlab-seconds=0")
-    return folder, pytest_in(folder, *options)
+    return folder, pytest_in(folder, *options, fresh=True)
 
 
 def test_which_side_is_wrong(run):
@@ -301,7 +301,7 @@ def test_the_plugin_costs_nothing_without_its_options(run):
         "    assert 'attnlab.recorder.pytest_plugin' in sys.modules\n"
         "    assert not {'torch', 'attnlab.recorder.capture', 'numpy'} & set(sys.modules)\n"
     )
-    pytest_in(folder, "test_light.py", code=0)
+    pytest_in(folder, "test_light.py", code=0, fresh=True)
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from helpers.processes import in_copy
 
 from attnlab.case.errors import InvalidCase
 from attnlab.recorder.ops import vllm_ops
@@ -39,7 +41,6 @@ IDLE = """
 import json, os, sys, types
 
 os.environ.pop("ATTNLAB_CAPTURE", None)
-names = json.loads(sys.argv[1])
 for name, attributes in names.items():
     module = sys.modules[name] = types.ModuleType(name)
     for attribute in attributes:
@@ -64,23 +65,24 @@ from attnlab.serving.plugin import activate
 before = objects()
 activate(); activate()
 idle = changed(before)
-os.environ["ATTNLAB_CAPTURE"] = json.dumps({"out": sys.argv[2]})
+os.environ["ATTNLAB_CAPTURE"] = json.dumps({"out": folder})
 activate()
 print(json.dumps([idle, changed(before)]))
 """
+
+
+def printed_by(code: str, folder: Path, **names: object) -> str:
+    """Run code with some names in a copy of this process, because hooks stay; return what it prints."""
+    ended, text = in_copy(lambda: exec(code, {"folder": str(folder), **names}) or 0, folder)
+    assert ended == 0, text
+    return text
 
 
 def test_without_the_variable_nothing_is_replaced(tmp_path):
     """No function, class, method or import hook: a step runs the same code. With it, many are."""
     ops = [op.name for op in vllm_ops() if not op.writes_cache]
     names = start.hooked_names(ops)
-    done = subprocess.run(
-        [sys.executable, "-c", IDLE, json.dumps(names), str(tmp_path)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    idle, active = json.loads(done.stdout)
+    idle, active = json.loads(printed_by(IDLE, tmp_path, names=names))
     assert idle == 0
     assert (
         active >= sum(map(len, names.values())) - 4
@@ -97,7 +99,6 @@ def test_wrong_settings_stop_nothing(monkeypatch, caplog, text):
 
 
 def test_twice_is_once(tmp_path):
-    """In a process of its own, because the hooks stay."""
     code = (
         "from attnlab.serving import start\n"
         "import sys, types\n"
@@ -106,7 +107,7 @@ def test_twice_is_once(tmp_path):
         "    def execute_model(self, scheduled): return scheduled\n"
         "    def _build_attention_metadata(self): return 'metadata'\n"
         "runner.GPUModelRunner = GPUModelRunner; sys.modules[runner.__name__] = runner\n"
-        f'text = \'{{"out": "{tmp_path}"}}\'\n'
+        "text = '{\"out\": \"' + folder + '\"}'\n"
         "one = start.start(text); hooked = GPUModelRunner.execute_model\n"
         "assert start.start(text) is one\n"
         "assert GPUModelRunner.execute_model is hooked\n"
@@ -116,7 +117,7 @@ def test_twice_is_once(tmp_path):
         "assert found.execute_model(3) == 3\n"
         "assert found._build_attention_metadata() == 'metadata'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed_by(code, tmp_path)
 
 
 # The command: its environment, its exit code, and signals.

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.tasks.local import available_bytes
+from attnlab.case.machine import available_bytes
 from attnlab.tasks.store import Shard, Store, merged_stores, read_store
 from attnlab.tasks.task import Outcome, Task
 

@@ -357,6 +357,15 @@ def test_weights_that_are_not_known_are_not_right(monkeypatch):
     assert found.sentences[0].startswith("not decided: precision")
 
 
+def test_a_rule_for_errors_near_the_bound_is_not_stated(monkeypatch):
+    """There, another rule fits as well; the weights that are wrong are named."""
+    assert attnlab.xray(faulty("head_3_halved")).status == "described"
+    monkeypatch.setattr("attnlab.weights.conclude._CLEAR", 1e9)
+    found = attnlab.xray(faulty("head_3_halved"))
+    assert found.status == "undecided"
+    assert "where other rules fit, too" in found.sentences[0]
+
+
 # Laws of weights: constants of tiles, parts and heads, scales of keys and values, rows of zeros.
 
 

@@ -77,10 +77,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def adapted(root: Path) -> str:
-    """Return the adapted text of the cache writes of the vLLM at ``root``, its headers first.
-
-    Raises Unavailable if the source is missing or not as expected.
-    """
+    """Return the adapted text of the cache writes of the vLLM at ``root``, its headers first."""
     parts = [_whole(root, (name,)) for name in VECTORS]
     parts += [_dtypes(root), _whole(root, CONVERSIONS), _main(root)]
     return "\n".join(parts)
@@ -181,8 +178,6 @@ def _closing(text: str, opening: int) -> int:
     raise Unavailable(f"{MAIN} is not as expected: a bracket is not closed")
 
 
-# vLLM's CUDA cache writes, compiled from csrc/cache_kernels.cu for the emulated device.
-
 # The tensors of each op, in the order of its parameters; the cache comes before kv_cache_dtype.
 PARAMETERS = {
     "concat_and_cache_mla": ("kv_c", "k_pe", "kv_cache", "slot_mapping", "scale"),
@@ -215,11 +210,7 @@ class CacheOps:
     _path: Path = field(default_factory=Path)
 
     def __call__(self, op: str, tensors: Mapping[str, torch.Tensor], kv_cache_dtype: str) -> None:
-        """Call an op with its tensors by name, on the CPU; mutate the caches.
-
-        Raises Unavailable without the source or a compiler, KernelRejected with the text of the op's own
-        check, and KernelFailed if a kernel fails.
-        """
+        """Call an op with its tensors by name, on the CPU; mutate the caches."""
         with _ONE_AT_A_TIME:
             host, device = self._loaded(), emulated.device()
             device.attnlab_begin(1, True, 0)

@@ -50,10 +50,7 @@ class RocmBackend(Backend):
 
     @cached_property
     def source(self) -> Source | None:
-        """Return the vLLM whose csrc/rocm runs, or None if the real op runs.
-
-        Raises Unavailable for a vLLM without csrc/rocm.
-        """
+        """Return the vLLM whose csrc/rocm runs, or None if the real op runs."""
         if self.path is None and native() is not None:
             return None
         source = find_source(self.path)
@@ -204,10 +201,7 @@ def check_source(source: Source) -> None:
 
 
 def _check_writes(call: KernelCall, target: Target) -> None:
-    """Raise KernelFailed if the op would write outside the output and corrupt this process.
-
-    The checked device detects such a write itself.
-    """
+    """Raise KernelFailed if the op would write outside the output and corrupt this process."""
     terms = contract(ROCM_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc")
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():

@@ -55,8 +55,6 @@ HOST_BEGINS = "#define LAUNCH_CUSTOM_ATTENTION_MFMA16"  # everything after it is
 class Adaptation:
     """One change of the source text.
 
-    - ``what``, ``why``: its subject and its reason, as text.
-    - ``pattern``, ``replacement``: for re.sub.
     - ``least``: the least number of matches; a source with fewer is rejected.
     """
 
@@ -162,10 +160,7 @@ def has_source(root: Path) -> bool:
 
 
 def adapted(root: Path) -> Texts:
-    """Return the adapted source of the vLLM at ``root``.
-
-    Raises Unavailable if it has no csrc/rocm attention or the adaptations do not match it.
-    """
+    """Return the adapted source of the vLLM at ``root``."""
     folder = root / FOLDER
     if (folder / SINGLE).is_file():
         whole = adapt(SINGLE, (folder / SINGLE).read_text())
@@ -184,10 +179,7 @@ def adapted(root: Path) -> Texts:
 
 
 def adapt(name: str, text: str) -> str:
-    """Return a file's text with all adaptations applied; line numbers do not change.
-
-    Raises Unavailable if an expected pattern is missing.
-    """
+    """Return a file's text with all adaptations applied; line numbers do not change."""
     lines = text.count("\n")
     for change in ADAPTATIONS:
         text, times = re.subn(change.pattern, change.replacement, text)
@@ -218,17 +210,6 @@ def _kernels(name: str, text: str) -> str:
 def _without_includes(path: Path) -> str:
     text = re.sub(r"(?m)^#include .*$", "", path.read_text())
     return f'#line 1 "{FOLDER}/{path.name}"\n{text}'
-
-
-def times_adapted(root: Path) -> list[tuple[Adaptation, int]]:
-    """Return the adaptations that the vLLM at ``root`` needs, each with its number of matches."""
-    folder = root / FOLDER
-    file = next((folder / n for n in (SINGLE, KERNELS) if (folder / n).is_file()), None)
-    if file is None:
-        raise Unavailable(f"{root} has no {FOLDER} attention")
-    text = file.read_text()
-    counts = [(change, len(re.findall(change.pattern, text))) for change in ADAPTATIONS]
-    return [(change, times) for change, times in counts if times]
 
 
 DEVICE = Path(__file__).parent / "cpp"
@@ -272,10 +253,7 @@ class Compiler:
 
 @functools.cache
 def find_compiler(asked: str | None) -> Compiler:
-    """Return the compiler named ``asked`` ($CXX), or the first of g++, clang++ and c++ that exists.
-
-    Raises Unavailable if there is none.
-    """
+    """Return the compiler named ``asked`` ($CXX), or the first of g++, clang++ and c++ that exists."""
     for name in (asked,) if asked else _COMPILERS:
         if shutil.which(name) is not None:
             done = subprocess.run([name, "--version"], capture_output=True, text=True)
@@ -342,9 +320,6 @@ def _first_error(text: str) -> str:
     return lines[0] if lines else "no error text"
 
 
-# Place tensors 64 GiB apart, so that an out-of-bounds address identifies its tensor.
-
-
 @contextmanager
 def guarded_tensors(
     library: Any, arguments: Mapping[str, Any], writes: tuple[str, ...]
@@ -368,20 +343,15 @@ def guarded_tensors(
                         "the checked device has no address space left for its tensors"
                     )
                 places.append((place, bytes_))
-                placed[name] = _at(place, value, span).copy_(value)
+                memory = (ctypes.c_uint8 * (span * value.element_size())).from_address(place)
+                flat = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+                placed[name] = flat.as_strided(value.shape, value.stride()).copy_(value)
         yield placed
         for name in writes:
             arguments[name].copy_(placed[name])
     finally:
         for place, bytes_ in places:
             library.attnlab_leave(ctypes.c_void_p(place), ctypes.c_size_t(bytes_))
-
-
-def _at(place: int, like: torch.Tensor, span: int) -> torch.Tensor:
-    """Return a tensor at an address with the dtype, shape and strides of ``like``."""
-    memory = (ctypes.c_uint8 * (span * like.element_size())).from_address(place)
-    flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
 
 
 # The op's tensors, in the order of enum in cpp/call.h.
@@ -557,8 +527,6 @@ def no_finder() -> Any:
     """Return the null callback: the host code then records its launches and runs none."""
     return _FIND()
 
-
-# vLLM's torch.ops._rocm_C.paged_attention, compiled from its source for the emulated device.
 
 PLATFORM_MACROS = {
     "gfx90a": ("__gfx90a__", "__GFX9__"),

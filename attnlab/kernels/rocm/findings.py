@@ -20,7 +20,6 @@ class Unwritten:
     """Reads of memory that was not written during the call: scratch, or a block's shared memory.
 
     - ``index``: of the first such read in its tensor; for shared memory in bytes.
-    - ``count``: number of reads.
     - ``block``, ``thread``: of the first read; ``line``: "file:line" of the source, "" if unknown.
     """
 

@@ -204,7 +204,7 @@ _KERNELS: dict[str, Callable[[dict[str, Any], Program, Subset], bool]] = {
 
 
 def estimated_s(call: KernelCall, kernels: tuple[str, ...], subset: Subset) -> float:
-    """Estimate the seconds that a call's Triton kernels take if programs run one after another, on one core."""
+    """Estimate the seconds that a call's kernels take, one program after another on one core."""
     kv_heads = len(subset.kv_heads) if subset.kv_heads is not None else call.key.shape[1]
     query_lens, seq_lens = call.query_lens.tolist(), call.seq_lens.tolist()
     seqs, seconds = subset.seqs or range(len(seq_lens)), 0.0

@@ -44,6 +44,15 @@ class Parts:
             for node in nodes
             if isinstance(node, ast.Assign | ast.AugAssign) and (base := _base(node)) in arguments
         ]
+        self._rescales = dict.fromkeys(
+            factor.id
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            for one in ast.walk(node.value)
+            if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult)
+            for kept, factor in ((one.left, one.right), (one.right, one.left))
+            if isinstance(factor, ast.Name) and ast.unparse(kept) == ast.unparse(node.targets[0])
+        )  # what a sum of a loop is multiplied by, before a term is added
         used = [node.id for node in nodes if isinstance(node, ast.Name)]
         self._names = list(dict.fromkeys([*arguments, *used]))
         self._unused = [
@@ -155,12 +164,28 @@ class Parts:
             target = ast.unparse(statement.targets[0])
             if any(name == target and line < statement.lineno for line, name in self._stored):
                 yield statement.value, target
+        if cost == 1:
+            yield from self._rescaled(statement)
         if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
             target, text = ast.unparse(statement.target), ast.unparse(statement.value)
             if cost == 2:
                 yield statement.value, f"(-({text}))"
             factors = _nearest(self._factors, statement)[:_MOST_FACTORS] if cost == 3 else ()
             yield from ((statement, f"{target} = {target} * {one} + ({text})") for one in factors)
+
+    def _rescaled(self, statement: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+        """Yield what a statement adds to, rescaled as another sum is, or by a name that nothing reads."""
+        dead = _nearest([one for one in self._dead if one[0] < statement.lineno], statement)
+        names = dict.fromkeys([*self._rescales, *dead[:_MOST_DEAD]])
+        factors = [text for one in names for text in (f"{one}[:, None]", one)]
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
+            target, text = ast.unparse(statement.target), ast.unparse(statement.value)
+            yield from ((statement, f"{target} = {target} * {one} + ({text})") for one in factors)
+        elif isinstance(statement, ast.Assign):
+            target = ast.unparse(statement.targets[0])
+            for node in ast.walk(statement.value):
+                if isinstance(node, ast.Name) and node.id == target:
+                    yield from ((node, f"({target} * {one})") for one in factors)
 
     def selected(self, node: ast.expr) -> Iterator[str]:
         """Yield an expression where a condition of the kernel holds, or a row's position is not before a
@@ -299,7 +324,8 @@ class Edit:
     """A change of the text of a kernel: bytes ``start`` to ``end`` become ``after``.
 
     - ``line``: of the expression in the text, from 1; ``statement``: the first line of its statement.
-    - ``cost``: 1 for another operator, number or operand, 2 for another name, 3 for an added part.
+    - ``cost``: 1 for another operator, number or operand, or a rescaled sum, 2 for another name, 3 for an
+      added part.
     - ``revives``: it uses a name that the kernel has and does not use; ``is_kin``: the statement has a name
       that shares a word with it. ``more``: further places that become ``after``, too.
     """

@@ -139,8 +139,9 @@ def _computation_type(compute: Any) -> Any:
 # The calls depend on the types and on constants alone: the language converts operands, spreads them, and
 # calls the builder. So they are recorded once, and made again for other operands of the same types.
 #
-# A function is not recorded if it looks at the numbers of an operand, if it gets tensors in a tuple, or if it
-# makes handles without the builder.
+# A function is not recorded if it looks at the numbers of an operand, if it gets tensors in a tuple, if it
+# makes handles without the builder, or for two operands that are one value: which of them a call got is not
+# known.
 
 _MOST = 4096  # records of a function: the constants of a loop may be many
 _FOLDED = {
@@ -295,7 +296,8 @@ class Records:
             except _Unknown:
                 return function(*args, **named, _semantic=semantic)
             made: Any = known.get(key := tuple(parts), unseen)
-            if made is unseen and len(known) < _MOST:
+            is_clear = made is unseen and len({*map(id, values)}) == len(values)
+            if is_clear and len(known) < _MOST:
                 with self._recording(values) as recorder:
                     found = function(*args, **named, _semantic=semantic)
                 known[key] = recorder.record(found, operands, tensor)

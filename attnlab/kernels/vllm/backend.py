@@ -92,9 +92,8 @@ def explained(error: Exception, op: str, source: Source) -> AttnLabError:
         return KernelFailed(one_line(root_of(error)))
     if is_stated(error, source):
         return KernelRejected(one_line(error))
-    if isinstance(
-        error, (*_STATED, ArithmeticError)
-    ):  # raised by Triton, or by the op's arithmetic
+    # Raised by Triton, or by the op's arithmetic.
+    if isinstance(error, (*_STATED, ArithmeticError)):
         return KernelFailed(one_line(error))
     return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
 
@@ -174,9 +173,6 @@ def check_fp8_format(case: Case) -> None:
     if used & set(_FNUZ):
         others = [one.name for one in PLATFORMS.values() if one.fp8_e4m3 != e4m3]
         refuse("platform", f"one of {', '.join(others)} with FP8 on this GPU", case.platform)
-
-
-# What replaces ``ops.paged_attention_rocm`` in vLLM's Python code.
 
 
 def rocm_decode(

@@ -216,7 +216,7 @@ def check_case(source: Source, case: Case) -> None:
     for field, value in _used(case):
         if lack := lacks(source, case.op, field, value):
             text = f"{field} must be {_plain_text(field)} with {case.op} of {source.text()}"
-            raise InvalidCase(f"{text}, which has {lack}, got {_text(value)}", field=field)
+            raise InvalidCase(f"{text}, which has {lack}, got {_text(value)}")
 
 
 def check_call(

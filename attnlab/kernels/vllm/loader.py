@@ -163,10 +163,7 @@ class Loader:
         self._ops: dict[str, ModuleType] = {}
 
     def load(self, op: str) -> ModuleType:
-        """Return the op module ``op``; it is loaded once.
-
-        Raises Unavailable if the release has no such module or its top level raises.
-        """
+        """Return the op module ``op``; it is loaded once."""
         if op not in self._ops:
             file = self._source.op_file(op)
             name = ".".join(file.relative_to(self._source.root).with_suffix("").parts)
@@ -185,10 +182,7 @@ class Loader:
         return self._modules[name]
 
     def _loaded(self, name: str) -> ModuleType:
-        """Return a module that the table does not have.
-
-        Of a package without a record, a module that cannot run is a stub: the op may not need it.
-        """
+        """Return a module that the table does not have."""
         path, is_whole = self._source.root / name.replace(".", "/"), self._source.package.is_whole
         file = path.with_suffix(".py")
         if path.parent not in self._folders and not is_whole:

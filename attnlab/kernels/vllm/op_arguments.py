@@ -31,8 +31,6 @@ from attnlab.tensors.quantised import (
     stored_numbers,
 )
 
-# Tensors with other strides than those of a contiguous tensor.
-
 
 def with_gaps(tensor: torch.Tensor, used: int, times: int = 1) -> torch.Tensor:
     """Return a copy of a tensor in which the strides of the first ``used`` dimensions have gaps.
@@ -95,8 +93,6 @@ def _facts(value: Any) -> Iterator[str]:
         contiguous *= size
 
 
-# Passed: the arguments of an op with a Case's op argument, and the function that takes them.
-
 Arguments = dict[str, Any]
 
 
@@ -118,10 +114,7 @@ class Passed:
 def with_function(
     loader: Loader, function: Callable[..., None], passed: Passed
 ) -> tuple[Callable[..., None], Passed]:
-    """Return the function that takes the arguments, by default ``function``, and those that it has.
-
-    Whether the release has the function is checked before (:mod:`attnlab.kernels.vllm.features`).
-    """
+    """Return the function that takes the arguments, by default ``function``, and those that it has."""
     if passed.function is None:
         return function, passed
     module, name = passed.function
@@ -362,7 +355,7 @@ def _head_major(case: Case, given: Arguments) -> Passed:
     split = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
     turned = value.permute(0, 2, 3, 1).contiguous()
     turned = interleaved(turned) if is_packed else turned
-    turned = with_gaps(turned, 1) if _has_spaced_values(case) else turned
+    turned = with_gaps(turned, 1) if case.op_argument.endswith("spaced_values") else turned
     changed = {"key_cache": split, "value_cache": turned}
 
     def finish(output: torch.Tensor) -> None:
@@ -372,10 +365,6 @@ def _head_major(case: Case, given: Arguments) -> Passed:
 
     packs = {"interleaved_v_pack_factor": x} if is_packed else {}
     return Passed(arguments={**given, **changed, **packs}, finish=finish)
-
-
-def _has_spaced_values(case: Case) -> bool:
-    return case.op_argument.endswith("spaced_values")
 
 
 def _padded_tokens(case: Case, given: Arguments) -> Passed:

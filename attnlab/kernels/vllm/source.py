@@ -71,7 +71,6 @@ def _kept(package: Package) -> re.Pattern[str]:
 class Source:
     """A package, by default vLLM, whose files can be read.
 
-    - ``kind``: "installed", "wheel", "sdist" or "checkout".
     - ``path``: the path that was given or found; ``root``: the folder that contains ``vllm/``.
     - ``version``: the version in its metadata; "unknown" for a checkout without metadata.
     """
@@ -192,8 +191,7 @@ def source_path(text: str, package: Package = VLLM) -> Path:
         if found is None:
             words = text if package is VLLM else f"--library {package.name} {text}"
             raise InvalidCase(
-                f"source must be a release that was downloaded, got {text}; run attnlab fetch {words}",
-                field="source",
+                f"source must be a release that was downloaded, got {text}; run attnlab fetch {words}"
             )
         return found
     refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
@@ -277,10 +275,7 @@ def _hash(path: Path, changed: int, size: int) -> str:
 def unpack(
     members: Iterable[tuple[str, bytes]], root: Path, path: Path, package: Package = VLLM
 ) -> None:
-    """Write the kept files of the archive ``path`` to ``root`` in one step: a failure leaves nothing there.
-
-    Raises InvalidCase if they are too large, or contain no attention op.
-    """
+    """Write the kept files of an archive to ``root`` in one step: a failure leaves nothing there."""
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
         found, files, size = False, 0, 0
@@ -341,8 +336,7 @@ def _members(path: Path, package: Package) -> Iterator[tuple[str, bytes]]:
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         why = " ".join(str(error).split())
         raise InvalidCase(
-            f"source must be a wheel or an sdist of {package.title}, got {path}: {why}",
-            field="source",
+            f"source must be a wheel or an sdist of {package.title}, got {path}: {why}"
         ) from error
 
 

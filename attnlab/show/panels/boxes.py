@@ -30,10 +30,6 @@ from attnlab.show.plots.weights import plot_law, plot_weights
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import KeyColumns, XRay, key_columns, law_points
 
-# Progress: the line of a panel that shows the current step, with a button to cancel.
-
-# LatestOnly: a background worker that keeps only the newest request.
-
 R = TypeVar("R")
 
 
@@ -289,15 +285,20 @@ def case_texts(case: Case) -> dict[str, str]:
 
 
 def read_case(text: str) -> Case:
-    """Return the Case of a text: JSON, a command line of ``attnlab run``, or a vLLM test id.
-
-    Raises InvalidCase.
-    """
+    """Return the Case of a text: JSON, a command line of ``attnlab run``, or a vLLM test id."""
     text = text.strip()
     if text.startswith("{"):
         return Case.from_json(text)
     if text.startswith("attnlab "):
-        return _read_command(text)
+        parser = _CaseParser(prog="attnlab run", add_help=False)
+        add_case_flags(parser)
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise InvalidCase(f"command line must have matching quotes: {error}") from error
+        if words[1:2] != ["run"]:
+            raise InvalidCase(f"command line must begin with attnlab run, got {text[:40]!r}")
+        return case_of(parser.parse_args(words[2:]))
     return Case.from_test_id(text)
 
 
@@ -307,20 +308,6 @@ class _CaseParser(Parser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise InvalidCase(f"command line must be that of attnlab run: {message}")
 
-
-def _read_command(text: str) -> Case:
-    parser = _CaseParser(prog="attnlab run", add_help=False)
-    add_case_flags(parser)
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise InvalidCase(f"command line must have matching quotes: {error}") from error
-    if words[1:2] != ["run"]:
-        raise InvalidCase(f"command line must begin with attnlab run, got {text[:40]!r}")
-    return case_of(parser.parse_args(words[2:]))
-
-
-# XrayBox: the part of an explorer that measures the attention weights of its Case on demand.
 
 VIEWS = ("measured", "expected", "difference", "log weights")
 _SIZE, _MARGINS = (860, 380), (62, 125, 76, 30)
@@ -456,8 +443,6 @@ def _law(found: XRay, is_dark: bool) -> Rendered:
     nothing = Cells(rows=[], columns=[], values=np.zeros((0, 0), dtype=np.float32), unit="")
     return render(lambda ax: plot_law(points, ax=ax), (520, 380), rect, nothing, is_dark=is_dark)
 
-
-# CaseTextBox: the part of an explorer that shows its Case as text and reads a pasted one.
 
 _TOOLTIPS = {
     "code": "A cell that makes this case and shows it in an explorer.",

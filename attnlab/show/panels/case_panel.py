@@ -42,8 +42,6 @@ from attnlab.show.panels.views import (
     result_html,
 )
 
-# The layout of a panel: which widget is where on the screen. The style sheet is panel.css.
-
 # The controls of the explorer that are always visible, by section.
 MAIN = {
     "what runs": ("stage", "platform", "release", "op", "backend"),
@@ -150,8 +148,6 @@ def _box(children: Sequence[Any], classes: str) -> Any:
 def _root(children: Sequence[Any], kind: str) -> Any:
     return _box(children, f"attnlab-panel {kind}")
 
-
-# A panel as static HTML, for pages without JupyterLab's front-end.
 
 _MAX_NAMES = 8  # fields that are listed; more are counted
 

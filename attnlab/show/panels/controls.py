@@ -24,8 +24,6 @@ from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import OPS
 from attnlab.case.platforms import PLATFORMS, STAGES
 
-# One plain sentence for each choice of a field of a Case, shown in the tooltip of its control.
-
 
 def sentence(text: str) -> str:
     """Return a help text as a sentence, with a capital letter unless it starts with a name."""
@@ -55,9 +53,6 @@ CHOICES: dict[str, dict[str, str]] = {
 }
 
 
-# Which fields change nothing, or have one allowed value, given the others: their controls are disabled.
-
-
 def _takes(name: str, case: Case) -> bool:
     return MASKS[case.mask].data == name
 
@@ -82,9 +77,6 @@ def without_effect(case: Case) -> set[str]:
     """Return the fields that change nothing in this Case, or whose other values it does not allow."""
     fixed = {name for name, has_effect in _HAS_EFFECT.items() if not has_effect(case)}
     return {name for name in fixed if getattr(case, name) == FIELDS[name].default or name in _DRAWN}
-
-
-# Draft: the values of a panel's controls before they form a valid Case.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

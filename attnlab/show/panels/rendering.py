@@ -160,8 +160,11 @@ def style_texts(ax: Axes, width: int, is_dark: bool) -> None:
 
 def as_rendered(canvas: FigureCanvasAgg, ax: Axes, width: int, cells: Cells) -> Rendered:
     """Return what the canvas shows."""
+    buffer = io.BytesIO()
+    pixels = np.asarray(canvas.buffer_rgba())
+    imsave(buffer, pixels, format="png", pil_kwargs={"compress_level": 1})
     return Rendered(
-        png=_png(canvas),
+        png=buffer.getvalue(),
         width=width,
         title=ax.get_title(),
         transform=_axes_transform(ax),
@@ -184,13 +187,6 @@ def _make_dark(figure: Any) -> None:
             spine.set_color(_LIGHT_TEXT)
 
 
-def _png(canvas: FigureCanvasAgg) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.asarray(canvas.buffer_rgba())
-    imsave(buffer, pixels, format="png", pil_kwargs={"compress_level": 1})
-    return buffer.getvalue()
-
-
 def _axes_transform(ax: Axes) -> AxesTransform:
     position = ax.get_position()
     left_x, right_x = ax.get_xlim()
@@ -204,8 +200,6 @@ def _axes_transform(ax: Axes) -> AxesTransform:
         y=(top_y, bottom_y),
     )
 
-
-# Picture: a widget that shows a PNG, with the value at the pointer, and reports clicks and arrow keys.
 
 _HERE = Path(__file__).parent
 

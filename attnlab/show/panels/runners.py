@@ -60,7 +60,8 @@ class NotebookKernels:
         """Take functions that their module has defined anew; return whether there is one."""
         is_changed = False
         for name, kernel in [*self.functions.items()]:
-            new = _globals_of(kernel).get(kernel.__name__, kernel)
+            found: dict[str, Any] = getattr(getattr(kernel, "fn", kernel), "__globals__", {})
+            new = found.get(kernel.__name__, kernel)
             parts, before = [*_used(new, set())], self._parts[name]
             if len(parts) != len(before) or any(map(is_not, parts, before)):
                 self.add(new)
@@ -94,11 +95,6 @@ def after_each_cell(follow: Callable[..., None]) -> None:
             shell.events.unregister("post_run_cell", ended)
 
     shell.events.register("post_run_cell", ended)
-
-
-def _globals_of(kernel: Kernel) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(getattr(kernel, "fn", kernel), "__globals__", {})
-    return found
 
 
 def _used(one: Any, seen: set[int]) -> Iterator[Any]:

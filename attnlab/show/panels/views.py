@@ -49,10 +49,6 @@ from attnlab.show.sheets.results import beyond_rounding, place_lines, rules_text
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.case_call import longest_mask
 
-# The texts of a panel as HTML: the verdict, an error, a selection and a slot.
-
-# PanelData: what a panel shows of a Case, and Selection: one selected head of one row.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PanelData:
@@ -378,19 +374,6 @@ class _Frame:
     def render(self, plot: FramedPlot, cells: Cells) -> Rendered:
         """Render the labels and the content over the frame."""
         ax = self._ax
-        self._put_labels(plot)
-        plot.content(ax)
-        style_texts(ax, self._width, self._is_dark)
-        added = [artist for artist in ax.get_children() if artist not in self._own]
-        self._draw([*added, *self._above])
-        rendered = as_rendered(self._canvas, ax, self._width, cells)
-        for artist in added:
-            artist.remove()
-        ax.set_prop_cycle(None)  # the next content begins with the first colour again
-        return rendered
-
-    def _put_labels(self, plot: FramedPlot) -> None:
-        """Restore the pixels of the frame with labels, or draw these over those of the frame."""
         pixels = self._labelled.pop(plot.label_key, None)
         if pixels is None:
             plot.label(self._ax)
@@ -401,6 +384,15 @@ class _Frame:
         else:
             self._canvas.restore_region(pixels)
         _keep(self._labelled, plot.label_key, pixels)
+        plot.content(ax)
+        style_texts(ax, self._width, self._is_dark)
+        added = [artist for artist in ax.get_children() if artist not in self._own]
+        self._draw([*added, *self._above])
+        rendered = as_rendered(self._canvas, ax, self._width, cells)
+        for artist in added:
+            artist.remove()
+        ax.set_prop_cycle(None)  # the next content begins with the first colour again
+        return rendered
 
     def _draw(self, artists: Iterable[Artist]) -> None:
         renderer = self._canvas.get_renderer()
@@ -410,8 +402,6 @@ class _Frame:
     def _copy(self) -> Any:
         return self._canvas.copy_from_bbox(self._ax.figure.bbox)
 
-
-# Pointer: the selection of a panel, its marks on the pictures, and its text.
 
 _HINT = (
     '<div class="attnlab-dim">Click a picture to select a head of a token: its sequence, cache slot '
@@ -526,24 +516,20 @@ class Pointer:
         else:
             query_len = data.result.errors.lengths.query_lens[selection.seq]
             self._text.value = selection_html(selection, query_len)
-            marks = self._marks(data, selection)
+            column = data.slot_map.order().tolist().index(selection.place.block)
+            bands = bands_of(data, selection, BAND)
+            boxes: dict[str, Callable[[AxesTransform], list[float]]] = {
+                "error": lambda t: t.box(selection.head, bands.start, len(bands)),
+                "slots": lambda t: t.box(column, selection.place.slot),
+                "seqs": lambda t: t.column(selection.seq),
+            }
+            marks = {
+                name: box(self._rendered[name].transform)
+                for name, box in boxes.items()
+                if name in self._rendered
+            }
         for name, picture in self._pictures.items():
             picture.mark = marks.get(name, _NO_MARK)
-
-    def _marks(self, data: PanelData, selection: Selection) -> dict[str, list[float]]:
-        """Return the mark of the selection on each picture that can show it."""
-        column = data.slot_map.order().tolist().index(selection.place.block)
-        bands = bands_of(data, selection, BAND)
-        boxes: dict[str, Callable[[AxesTransform], list[float]]] = {
-            "error": lambda t: t.box(selection.head, bands.start, len(bands)),
-            "slots": lambda t: t.box(column, selection.place.slot),
-            "seqs": lambda t: t.column(selection.seq),
-        }
-        return {
-            name: box(self._rendered[name].transform)
-            for name, box in boxes.items()
-            if name in self._rendered
-        }
 
 
 _BELOW: Mapping[str, Any] = {

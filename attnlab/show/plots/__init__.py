@@ -4,25 +4,20 @@ None of them computes results, shows a figure or saves one. Magnitudes use civid
 and unwritten elements have a colour outside the colour map and a hatch.
 """
 
-from attnlab.show.plots.cache import plot_blocks, plot_cache, plot_formats, plot_merge
-from attnlab.show.plots.errors import plot_error, plot_fits, plot_seq_error, plot_sizes
-from attnlab.show.plots.stages import plot_mla, plot_power, plot_stages, plot_story
+from attnlab.show.plots.cache import plot_blocks, plot_cache
+from attnlab.show.plots.errors import plot_error, plot_seq_error
+from attnlab.show.plots.stages import plot_mla, plot_power, plot_stages
 from attnlab.show.plots.weights import plot_law, plot_mask, plot_weights
 
 __all__ = [
     "plot_blocks",
     "plot_cache",
     "plot_error",
-    "plot_fits",
-    "plot_formats",
     "plot_law",
     "plot_mask",
-    "plot_merge",
     "plot_mla",
     "plot_power",
     "plot_seq_error",
-    "plot_sizes",
     "plot_stages",
-    "plot_story",
     "plot_weights",
 ]

@@ -50,8 +50,6 @@ def put_legend(ax: Axes, handles: Sequence[Any] | None = None, *, below: bool = 
     ax.legend(fontsize="small", frameon=False, **place)
 
 
-# ErrorScale: the colours of errors, which change at the tolerance.
-
 _HALF = 128  # colours on each side of the tolerance
 _DECADES_WITHIN = 3  # decades from the least error to the tolerance
 AT_LIMIT = 0.499  # the place of the tolerance in the colours, from 0 to 1

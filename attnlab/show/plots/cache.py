@@ -1,6 +1,6 @@
 """Plots of a cache: the state of each slot that is read, for the whole cache or for some blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -148,64 +148,3 @@ def _finding(slot_map: SlotMap) -> str:
     if set(counts) == {SlotState.OWN}:
         return f"all {counts[SlotState.OWN]} slots that are read hold the reader's token"
     return "slots read: " + ", ".join(f"{number} {state}" for state, number in counts.items())
-
-
-# Plot of the scratch memory of the ROCm kernel: which entries the merge of each head reads.
-
-NOT_READ, OWN, OTHER_HEAD = range(3)
-_LOOK = (("#f2f2f2", "not read"), ("#4e79a7", "its own partition"), ("#e15759", "another head's"))
-
-
-def plot_merge(reads: Any, own: Any, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw which entries of exp_sums the merge of each head reads; another head's entries are hatched.
-
-    ``reads``: [heads, entries] bool; ``own``: the same, entries that belong to the head.
-    """
-    reads, own = np.asarray(reads), np.asarray(own)
-    ax = ax or plt.subplots(figsize=(7, 3.4), layout="constrained")[1]
-    codes = np.where(reads & ~own, OTHER_HEAD, np.where(reads, OWN, NOT_READ))
-    colours = ListedColormap([colour for colour, _ in _LOOK])
-    ax.imshow(codes, cmap=colours, vmin=0, vmax=2, aspect="auto")
-    if (codes == OTHER_HEAD).any():
-        hatch_cells(ax, codes == OTHER_HEAD, "xx", "white")
-    ax.set_yticks(range(len(codes)))
-    wrong = int((codes == OTHER_HEAD).sum())
-    ax.set(
-        xlabel="entry of exp_sums: head × partition",
-        ylabel="head that merges",
-        title=title or f"{wrong} entries of another head are read",
-    )
-    put_legend(ax, [_entry(code) for code in np.unique(codes)])
-    return ax
-
-
-def _entry(code: int) -> Patch:
-    colour, label = _LOOK[code]
-    hatch = "xx" if code == OTHER_HEAD else None
-    return Patch(facecolor=colour, edgecolor="white", hatch=hatch, label=label)
-
-
-# Plot of FP8 formats: the value of each byte.
-
-_STYLES = ("-", "--", ":", "-.")
-
-
-def plot_formats(meaning: Mapping[str, Any], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the value of each positive byte in each format.
-
-    ``meaning``: [256] values by the name of the format. Zero, infinity and NaN are gaps.
-    """
-    ax = ax or plt.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
-    for i, (name, values) in enumerate(meaning.items()):
-        positive = np.asarray(values)[:128]
-        shown = np.where(np.isfinite(positive) & (positive > 0), positive, np.nan)
-        ax.plot(shown, _STYLES[i % len(_STYLES)], label=name)
-    ax.set_yscale("log")
-    ax.set_xticks(range(0, 129, 16), [f"0x{byte:02X}" for byte in range(0, 129, 16)])
-    ax.set(
-        xlabel="byte",
-        ylabel="value (gaps are zero, infinity, NaN)",
-        title=title or "value of a byte by format",
-    )
-    ax.legend(frameon=False)
-    return ax

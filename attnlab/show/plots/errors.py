@@ -14,7 +14,6 @@ from attnlab.case.case import Lengths
 from attnlab.show.plots.artists import (
     AT_LIMIT,
     COLOURS,
-    STATUS_COLOURS,
     ErrorScale,
     hatch_cells,
     put_legend,
@@ -61,7 +60,10 @@ def frame_errors(ax: Axes, num_seqs: int, num_heads: int, cache_of: int | None) 
     ax.set(xlim=(-0.5, num_heads - 0.5), ylim=(BAND * num_seqs - 0.5, -0.5))
     ax.set_xlabel("query head" if cache_of is None else "KV head")
     ax.set_ylabel("sequence: new tokens on context" if cache_of is None else "slots of sequence")
-    _head_ticks(ax, num_heads)
+    step = 1
+    while num_heads > 9 * step:
+        step *= 2
+    ax.set_xticks(range(0, num_heads, step))
     bar = ax.figure.colorbar(ScalarMappable(cmap=COLOURS), ax=ax, label="largest absolute error")
     bar.ax.axhline(AT_LIMIT, color="black", linewidth=2)
     bar.ax.yaxis.set_minor_locator(NullLocator())
@@ -70,7 +72,10 @@ def frame_errors(ax: Axes, num_seqs: int, num_heads: int, cache_of: int | None) 
 
 def label_errors(ax: Axes, bar: Axes, errors: "ErrorMap", cache_of: int | None) -> None:
     """Label the rows and the colour bar of :func:`frame_errors` for some lengths and an error scale."""
-    _sequence_ticks(ax, errors.lengths, cache_of)
+    count = len(errors.lengths.query_lens)
+    shown = range(0, count, -(-count // _MAX_LABELS))
+    labels = [sequence_label(errors.lengths, i, cache_of) for i in shown]
+    ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
     _bar_ticks(bar, error_scale(errors), errors.is_derived)
 
 
@@ -87,10 +92,7 @@ def draw_errors(
     title: str = "",
     legend: Mapping[str, Any] = _IN_CORNER,
 ) -> None:
-    """Draw errors on the axes of :func:`frame_errors`; see :func:`plot_error`.
-
-    ``legend``: the place and style of the legend, as matplotlib takes them.
-    """
+    """Draw errors on the axes of :func:`frame_errors`; see :func:`plot_error`."""
     shown = errors.bands(errors.error, BAND).numpy()
     is_wrong = errors.bands(errors.mismatches, BAND).numpy() > 0
     scale = error_scale(errors)
@@ -140,28 +142,12 @@ def _bar_ticks(bar: Axes, scale: ErrorScale, is_derived: bool) -> None:
     bar.set_yticks(scale.norm()(ticks), labels)
 
 
-def _sequence_ticks(ax: Axes, lengths: Lengths, cache_of: int | None) -> None:
-    """Label sequences with their numbers and lengths."""
-    count = len(lengths.query_lens)
-    shown = range(0, count, -(-count // _MAX_LABELS))
-    labels = [sequence_label(lengths, i, cache_of) for i in shown]
-    ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
-
-
 def sequence_label(lengths: Lengths, i: int, cache_of: int | None) -> str:
     """Return the label of sequence ``i`` of a picture; ``cache_of`` as for :func:`plot_error`."""
     if cache_of is None:
         return f"{i}: {lengths.query_lens[i]} on {lengths.ctx_lens[i]}"
     owner = str(i) if i < cache_of else "none"
     return f"{owner}: {lengths.query_lens[i]} slots"
-
-
-def _head_ticks(ax: Axes, num_heads: int) -> None:
-    """Label at most 9 heads, at equal distances."""
-    step = 1
-    while num_heads > 9 * step:
-        step *= 2
-    ax.set_xticks(range(0, num_heads, step))
 
 
 def _finding(errors: "ErrorMap") -> str:
@@ -196,7 +182,9 @@ def frame_seq_errors(ax: Axes, lengths: Lengths, *, has_nan: bool) -> None:
     count = len(lengths.query_lens)
     ax.set_yscale("log")
     ax.set(xlim=(-0.5, count - 0.5), ylim=(_LEAST / 3, NAN_AT * 10))
-    _error_ticks(ax, has_nan)
+    ticks = [1e-9, 1e-6, 1e-3, 1.0, 1e3] + [NAN_AT] * has_nan
+    ax.set_yticks(ticks, [*map(short, ticks[:5]), *["NaN"] * has_nan])
+    ax.yaxis.set_minor_locator(NullLocator())
     shown = range(0, count, -(-count // _MAX_LABELS))
     ax.set_xticks(shown, [str(i) for i in shown])
     one_token = lengths.query_lens[-1] == 1
@@ -227,69 +215,9 @@ def _points(ax: Axes, x: Any, errors: Any, marker: str, name: str) -> None:
     ax.plot(x[nan], np.full(nan.sum(), NAN_AT), marker, ms=8, mfc="none", mec=line.get_color())
 
 
-def _error_ticks(ax: Axes, has_nan: bool) -> None:
-    """Label every third decade, and the place of NaN if there is one."""
-    ticks = [1e-9, 1e-6, 1e-3, 1.0, 1e3] + [NAN_AT] * has_nan
-    ax.set_yticks(ticks, [*map(short, ticks[:5]), *["NaN"] * has_nan])
-    ax.yaxis.set_minor_locator(NullLocator())
-
-
 def _seq_finding(series: Mapping[str, Sequence[float]], atol: float) -> str:
     columns = np.array(list(series.values()), dtype=float)
     wrong = np.flatnonzero((~(columns <= atol)).any(0))
     if not len(wrong):
         return f"no sequence is off by more than {atol:g}"
     return f"{len(wrong)} of {columns.shape[1]} sequences are off by more than {atol:g}"
-
-
-# Plots of candidate causes: the error that each predicts, and how well each fits a row.
-
-FLOOR = 1e-9  # the smallest value on a logarithmic axis; 0 is drawn here
-
-
-def plot_sizes(
-    sizes: Mapping[str, tuple[float, float]],
-    observed: float,
-    *,
-    atol: float,
-    title: str = "",
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw the range of errors that each candidate predicts, and the observed error.
-
-    ``sizes``: (smallest, largest) absolute error by candidate. A range that contains ``observed`` is green.
-    """
-    ax = ax or plt.subplots(figsize=(8, 0.9 + 0.5 * len(sizes)), layout="constrained")[1]
-    fits = []
-    for y, (name, (least, most)) in enumerate(sizes.items()):
-        least, most = max(least, FLOOR), max(most, FLOOR)
-        fits += [name] if least <= observed <= most else []
-        colour = STATUS_COLOURS["match" if name in fits else "mismatch"]
-        ax.plot([least, most], [y, y], color=colour, linewidth=7, solid_capstyle="butt")
-        ax.plot([least, most], [y, y], "D" if least == most else "|", color=colour, markersize=9)
-    ax.axvline(observed, color="#707070", label=f"observed {observed:.4g}")
-    ax.axvline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
-    ax.set_xscale("log")
-    ax.set_yticks(range(len(sizes)), list(sizes))
-    ax.set_ylim(len(sizes) - 0.5, -0.5)
-    finding = f"{len(fits)} of {len(sizes)} candidates predict the observed error"
-    ax.set(xlabel="largest absolute error", title=title or finding)
-    put_legend(ax)
-    return ax
-
-
-def plot_fits(errors: Mapping[str, float], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw how far a row is from what each candidate predicts; the nearest candidate is coloured.
-
-    ``errors``: largest absolute difference by candidate.
-    """
-    names, values = list(errors), np.maximum(np.array(list(errors.values()), dtype=float), FLOOR)
-    ax = ax or plt.subplots(figsize=(7, 0.8 + 0.35 * len(names)), layout="constrained")[1]
-    colours = ["#4e79a7" if value == values.min() else "#bab0ac" for value in values]
-    ax.barh(range(len(names)), values, color=colours)
-    ax.set_xscale("log")
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
-    nearest = names[int(values.argmin())] if names else "no candidate"
-    ax.set(xlabel="largest absolute difference", title=title or f"nearest: {nearest}")
-    return ax

@@ -165,8 +165,6 @@ def plot_xray(
     return figure
 
 
-# Plot of a mask: which keys the rows of a sequence see.
-
 # What a key is to a row, by its code in the image: colour and text.
 HIDDEN, VISIBLE, FUTURE, BIASED = range(4)
 _KINDS = {

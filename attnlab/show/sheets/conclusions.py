@@ -1,7 +1,7 @@
 """Sheets of conclusions: Diagnosis, MutationReport, the findings of ``attnlab check``, and horizons."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnlab.show.sheets.sheet import (
@@ -74,7 +74,7 @@ def diagnosis(one: "Diagnosis") -> Sheet:
         head,
         Lines(one.sentences()),
         Command(command, "the case that decides; your kernel must run it") if command else None,
-        Grid(CANDIDATE_COLUMNS, rows, title, most=8) if rows else None,
+        Grid(CANDIDATE_COLUMNS, rows, title, most=8),
         Lines([_excluded_text(one.counts())]) if len(excluded) > _NEAREST else None,
         Lines([Words(", ".join(covered), "quiet")]),
         tone=_STATUS[one.status],
@@ -101,13 +101,8 @@ def power(one: "MutationReport") -> Sheet:
         ]
         for mutant in mutants
     ]
-    columns = [
-        "defect",
-        "outcome",
-        "change of the output",
-        "÷ tolerance",
-        "cheapest change that kills it",
-    ]
+    size, change = "change of the output", "cheapest change that kills it"
+    columns = ["defect", "outcome", size, "÷ tolerance", change]
     return Sheet.of(
         "MutationReport",
         counts,
@@ -153,22 +148,18 @@ def report(one: "Report") -> Sheet:
             parts += [Command(each.command, f"{each.op}: {each.title}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
-    if one.reads:
-        parts.append(_reads_grid(one))
-    if one.forms:
-        parts.append(_forms_grid(one))
+    forms: list[Row] = [
+        [op, form, count] for op, of in one.forms.items() for form, count in of.items()
+    ]
+    parts += [_reads_grid(one), Grid(["op", "kernels", "cases"], forms, most=len(forms))]
     parts += _coverage_parts(one)
-    if one.reports:
-        parts.append(Lines([f"written: {path}" for path in one.reports]))
-    if one.left_out:
-        parts.append(Grid(["not checked"], [[text] for text in one.left_out], most=3))
+    parts.append(Lines([f"written: {path}" for path in one.reports or ()]))
+    parts.append(Grid(["not checked"], [[text] for text in one.left_out], most=3))
     return Sheet.of("Report", summary, *parts, tone=_EXIT_CODE[one.exit_code])
 
 
 def _coverage_parts(one: "Report") -> list[Part]:
     """Return the coverage of each op, and the lines and outcomes that no case reached."""
-    if not one.coverage:
-        return []
     rows: list[Row] = []
     gaps: list[Row] = []
     arguments: list[Row] = []
@@ -184,50 +175,31 @@ def _coverage_parts(one: "Report") -> list[Part]:
             if one.gaps or one.reasons
         ]
     columns = ["op", "lines", "branches", "reachable lines", "reachable branches"]
-    parts: list[Part] = [Grid(columns, rows, "coverage", most=len(rows))]
-    if gaps:
-        parts.append(Grid(["op", "place", "never", "text"], gaps, "not reached", most=20))
-    if arguments:
-        columns = ["op", "parameter", "values", "what did not occur, or why it does not matter"]
-        parts.append(Grid(columns, arguments, "arguments", most=20))
-    return parts
+    why = ["op", "parameter", "values", "what did not occur, or why it does not matter"]
+    return [
+        Grid(columns, rows, "coverage", most=len(rows)),
+        Grid(["op", "place", "never", "text"], gaps, "not reached", most=20),
+        Grid(why, arguments, "arguments", most=20),
+    ]
 
 
-def _known_parts(one: "Report") -> list[Part]:
-    """Return the known findings with their links, and those that no longer appear."""
-    parts: list[Part] = []
+def _known_parts(one: "Report") -> Iterator[Grid]:
+    """Yield the known findings with their links, and those that no longer appear."""
     columns = ["op", "kind", "diagnosis", "link"]
     for title, entries in (
         ("known findings", one.known),
         ("known findings that no longer appear: update the list", one.missing),
     ):
-        fields = [entry.to_dict() for entry in entries]
-        rows: list[Row] = [[entry[name] for name in columns] for entry in fields]
-        if rows:
-            parts.append(Grid(columns, rows, title, most=len(rows)))
-    return parts
+        rows = [[entry.to_dict()[name] for name in columns] for entry in entries]
+        yield Grid(columns, rows, title, most=len(rows))
 
 
 def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
     rows: list[Row] = [
-        [
-            one.op,
-            one.kind,
-            one.title,
-            "" if one.horizon else one.seen,
-            one.evidence,
-        ]
+        [one.op, one.kind, one.title, "" if one.horizon else one.seen, one.evidence]
         for one in found
     ]
     return Grid(["op", "kind", "what is known", "cases", "evidence"], rows, title)
-
-
-def _forms_grid(one: "Report") -> Grid:
-    """Return which kernels the cases of each op launched."""
-    rows: list[Row] = [
-        [op, form, count] for op, forms in one.forms.items() for form, count in forms.items()
-    ]
-    return Grid(["op", "kernels", "cases"], rows, most=len(rows))
 
 
 def _reads_grid(one: "Report") -> Grid:
@@ -243,8 +215,6 @@ def _reads_grid(one: "Report") -> Grid:
         rows.append([op, words or "none"])
     return Grid(["op", "slots read, by what they are to the reader"], rows, most=len(rows))
 
-
-# Sheet of a report of cache writes.
 
 _TONES: dict[str, Tone] = {
     "match": "good",
@@ -274,9 +244,6 @@ def write_report(one: "WriteReport") -> Sheet:
     )
 
 
-# Sheet of the faults of many releases.
-
-
 def release_table(one: "ReleaseTable") -> Sheet:
     """Return a row per fault with its first and last release, and what did not run."""
     found = one.found
@@ -298,18 +265,17 @@ def release_table(one: "ReleaseTable") -> Sheet:
         ]
         for fault in found
     ]
-    parts: list[Part] = []
-    if rows:
-        columns = ["op", "kind", "diagnosis", "first", "last", "releases"]
-        columns += ["on a GPU"] if is_native_tried else []
-        parts.append(Grid(columns, rows, "faults", most=len(rows)))
-    if one.not_run:
-        lines: list[Row] = [[entry.op, entry.cases, entry.reason] for entry in one.not_run]
-        parts.append(Grid(["release and op", "cases", "reason"], lines, "not run"))
-    return Sheet.of("ReleaseTable", line, *parts, tone=_EXIT_CODE.get(one.exit_code, "bad"))
+    columns = ["op", "kind", "diagnosis", "first", "last", "releases"]
+    columns += ["on a GPU"] if is_native_tried else []
+    left: list[Row] = [[entry.op, entry.cases, entry.reason] for entry in one.not_run]
+    return Sheet.of(
+        "ReleaseTable",
+        line,
+        Grid(columns, rows, "faults", most=len(rows)),
+        Grid(["release and op", "cases", "reason"], left, "not run"),
+        tone=_EXIT_CODE.get(one.exit_code, "bad"),
+    )
 
-
-# Sheet of an XRay.
 
 _XRAY_STATUS: dict[str, Tone] = {
     "right": "good",
@@ -341,10 +307,11 @@ def xray(one: "XRay") -> Sheet:
             ]
         )
     columns = ["row", "sequence", "position", "kernel", "wrong heads", "sum of weights"]
-    parts: list[Part] = [Lines(list(one.sentences)), Facts(_facts(one))]
-    if rows:
-        parts.append(Grid(columns, rows, "rows with wrong weights", most=8))
-    return Sheet.of("XRay", one.status, *parts, tone=_XRAY_STATUS[one.status])
+    grid = Grid(columns, rows, "rows with wrong weights", most=8)
+    sentences = Lines(list(one.sentences))
+    return Sheet.of(
+        "XRay", one.status, sentences, Facts(_facts(one)), grid, tone=_XRAY_STATUS[one.status]
+    )
 
 
 def _facts(one: "XRay") -> list[tuple[str, str]]:
@@ -359,11 +326,6 @@ def _facts(one: "XRay") -> list[tuple[str, str]]:
             )
         )
     return [*facts, ("seconds", f"{one.seconds:.2f}")]
-
-
-# Sheets of MLA: a case, a path that ran, and a report of hostile cases.
-
-_MLA_TONES: dict[str, Tone] = {"match": "good", "mismatch": "bad", "unavailable": "odd"}
 
 
 def mla_result(one: "MlaResult") -> Sheet:
@@ -399,7 +361,7 @@ def mla_result(one: "MlaResult") -> Sheet:
         one.status,
         Facts(facts),
         Grid(["step", "kind", "error × bound", "verdict"], rows, "steps"),
-        tone=_MLA_TONES[one.status],
+        tone=_TONES[one.status],
         name="MlaResult",
         line=f"{one.case.path}, {one.status}",
     )
@@ -423,10 +385,9 @@ def mla_report(one: "MlaReport") -> Sheet:
         cause = case.error or "" if case.result is None else case.result.cause or ""
         worst = "" if case.result is None else f"{case.result.worst:.3g}"
         rows.append(
-            [case.case.path, case.reason, Words(case.status, _MLA_TONES[case.status]), worst, cause]
+            [case.case.path, case.reason, Words(case.status, _TONES[case.status]), worst, cause]
         )
     head = f"{len(one.findings)} findings in {len(one.results)} cases"
-    tone: Tone = "bad" if one.findings else "good"
     lines = [f"{len(one.unavailable)} cases could not run here"] if one.unavailable else []
     columns = ["path", "case", "result", "error × bound", "cause"]
     return Sheet.of(
@@ -434,13 +395,10 @@ def mla_report(one: "MlaReport") -> Sheet:
         head,
         Facts([("release", one.release), ("backend", one.backend)]),
         Grid(columns, rows, most=len(rows)),
-        Lines(lines) if lines else None,
-        tone=tone,
+        Lines(lines),
+        tone="bad" if one.findings else "good",
         name="MlaReport",
     )
-
-
-# Sheets of linear attention.
 
 
 def state_report(one: "StateReport") -> Sheet:
@@ -455,10 +413,10 @@ def state_report(one: "StateReport") -> Sheet:
         "Check",
         f"{len(rows)} findings in {ran} cases of {len(one.ops)} ops",
         Facts([("source", one.source), ("seconds", f"{one.seconds:.0f}")]),
-        Grid(["op", "finding", "evidence", "cases"], rows, most=len(rows)) if rows else None,
+        Grid(["op", "finding", "evidence", "cases"], rows, most=len(rows)),
         Lines(["Run one of them (with --source):", *commands]) if commands else None,
-        Lines([f"Not run: {text}" for text in one.not_run]) if one.not_run else None,
-        Lines([f"Left out: {text}" for text in one.left_out]) if one.left_out else None,
+        Lines([f"Not run: {text}" for text in one.not_run]),
+        Lines([f"Left out: {text}" for text in one.left_out]),
         tone="bad" if rows else "good",
         name="StateReport",
     )
@@ -484,8 +442,6 @@ def state_xray(one: "StateXRay") -> Sheet:
     return Sheet.of("XRay", one.status, sentences, Facts(facts), tone=tone, name="StateXRay")
 
 
-# Sheet of the int32 horizons of a source.
-
 _MOST_SIZES = 6  # in a row
 
 
@@ -505,27 +461,21 @@ def survey(one: "Survey") -> Sheet:
     elif any(each.is_described for each in one.kernels):
         text = "launches as the library makes them: no access uses a wrapped value"
         part = Lines([Words(text, "good")])
-    return Sheet.of(
-        "Horizon",
-        summary,
-        Facts(_survey_facts(one)),
-        part,
-        _horizon_grid("launches that attnlab assumes", assumed, None) if assumed else None,
-        Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8)
-        if missing
-        else None,
-        tone="bad" if one.reached else "warn" if one.exit_code else "good",
-        name="Survey",
-    )
-
-
-def _survey_facts(one: "Survey") -> list[tuple[str, str]]:
     facts = [("source", one.source), ("processor time", f"{one.seconds:.0f} s")]
     if one.deployment is not None:
         limits = ", ".join(f"{name} {value:,}" for name, value in one.deployment.limits.items())
         facts.append(("deployment", f"{one.deployment.name}: {limits}"))
     proof = "each size was run, and the size before it; others are as in the column 'with'"
-    return [*facts, ("proof", proof)]
+    return Sheet.of(
+        "Horizon",
+        summary,
+        Facts([*facts, ("proof", proof)]),
+        part,
+        _horizon_grid("launches that attnlab assumes", assumed, None) if assumed else None,
+        Grid(["file", "kernel", "why it was not run"], missing, title="not run", most=8),
+        tone="bad" if one.reached else "warn" if one.exit_code else "good",
+        name="Survey",
+    )
 
 
 def _horizon_grid(title: str, rows: "list[Horizon]", deployment: "Deployment | None") -> Grid:

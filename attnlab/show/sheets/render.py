@@ -69,7 +69,10 @@ def _parts(parts: Sequence[Part]) -> str:
 
 def _part(part: Part) -> str:
     if isinstance(part, Facts):
-        return _facts(part)
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{_value(value)}</td></tr>" for name, value in part.rows
+        )
+        return f"<table><tbody>{rows}</tbody></table>"
     if isinstance(part, Grid):
         return _grid(part)
     if isinstance(part, Lines):
@@ -81,13 +84,6 @@ def _part(part: Part) -> str:
 
 def _folded(summary: str, inner: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
-
-
-def _facts(facts: Facts) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{_value(value)}</td></tr>" for name, value in facts.rows
-    )
-    return f"<table><tbody>{rows}</tbody></table>"
 
 
 def _grid(grid: Grid) -> str:
@@ -162,16 +158,12 @@ def _bar(bar: Bar) -> str:
     )
 
 
-# Render a Sheet as text for rich.
-
 _TEXT_STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta", "quiet": "dim"}
 _TEXT_BAR_WIDTH = 24
 _MOST_COMPLETE = 200  # rows
 _NARROW = 80  # columns of the narrowest terminal for which words are kept whole
-_WORD, _SHORT_WORD = (
-    24,
-    9,
-)  # the longest word, in characters, that a table keeps whole if it has room
+# The longest word, in characters, that a table keeps whole if it has room.
+_WORD, _SHORT_WORD = 24, 9
 
 
 def render_text(sheet: Sheet, *, complete: bool = False) -> RenderableType:
@@ -185,7 +177,12 @@ def render_text(sheet: Sheet, *, complete: bool = False) -> RenderableType:
 
 def _text_part(part: Part, complete: bool) -> list[RenderableType]:
     if isinstance(part, Facts):
-        return [_text_facts(part)]
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column(overflow="fold")
+        for name, value in part.rows:
+            table.add_row(f"  {name}", _text_value(value))
+        return [table]
     if isinstance(part, Grid):
         return _text_grid(part, max(part.most, _MOST_COMPLETE) if complete else part.most)
     if isinstance(part, Lines):
@@ -194,15 +191,6 @@ def _text_part(part: Part, complete: bool) -> list[RenderableType]:
         line = Text(part.line, no_wrap=True, overflow="ignore")
         return [Text(f"# {part.title}", "dim"), line]
     return []
-
-
-def _text_facts(facts: Facts) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in facts.rows:
-        table.add_row(f"  {name}", _text_value(value))
-    return table
 
 
 def _text_grid(grid: Grid, most: int) -> list[RenderableType]:

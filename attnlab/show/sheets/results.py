@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attnlab.tensors.cache import Batch, PagedCache, Provenance
     from attnlab.tensors.call import KernelCall
 
-# Sheets of tensors: Batch, Provenance, PagedCache and KernelCall.
-
 _MOST_ELEMENTS = 16  # of an index tensor that are written out
 _MOST_WITH_NAN = 1 << 24  # elements of a tensor with NaN whose range is computed
 _NONE_TEXT = {
@@ -190,8 +188,6 @@ def _contents_with_nan(tensor: "torch.Tensor") -> str:
     return f"{float(numbers.min()):.3g} to {float(numbers.max()):.3g}; {int(is_nan.sum())} NaN"
 
 
-# Sheets of what determines a run: Case, Decision and Contract.
-
 _MOST_NUMBERS = 16  # of a tuple that are written out
 
 
@@ -272,7 +268,7 @@ def decision(one: "Decision") -> Sheet:
     return Sheet.of(
         "Decision",
         kernels,
-        Grid(columns, rows, most=len(rows)) if rows else None,
+        Grid(columns, rows, most=len(rows)),
         Lines([*map(Words, one.reasons), Words(one.source, "quiet")]),
     )
 
@@ -308,7 +304,7 @@ def violations(found: "Violations") -> Sheet:
     return Sheet.of(
         "Violations",
         count if found else "none",
-        _violation_grid(found) if found else None,
+        _violation_grid(found),
         tone="bad" if is_serious(found) else "good",
         line=f"{count}{': ' + kinds if kinds else ''}",
     )
@@ -333,10 +329,21 @@ def _count(number: int, one: str, more: str) -> str:
 def errors(one: "ErrorMap") -> Sheet:
     """Return the number of wrong elements and their errors, in total and for each sequence."""
     count = f"{one.mismatched} of {one.total} elements differ by more than {_allowed(one)}"
+    facts: list[tuple[str, Cell]] = [
+        (f"largest {name} error", f"{greatest.value:.4g} at {greatest.index}")
+        for name, greatest in (("absolute", one.greatest_abs), ("relative", one.greatest_rel))
+    ]
+    if one.first_index is not None:
+        facts.append(("first mismatch", str(one.first_index)))
+    if one.nan_elements:
+        facts.append(("NaN", Words(f"{one.nan_elements} elements", "bad")))
+    for name, span in (("heads", one.heads), ("rows", one.rows)):
+        if span is not None:
+            facts.append((f"{name} that ran", f"{span.start} to {span.stop - 1}"))
     return Sheet.of(
         "ErrorMap",
         count,
-        Facts(_error_facts(one)),
+        Facts(facts),
         _seq_grid(one),
         tone="bad" if one.mismatched else "good",
         line=f"{count}, largest {one.greatest_abs.value:.4g}",
@@ -360,21 +367,6 @@ def beyond_rounding(one: "Result") -> str:
     elif beyond and not mismatched:
         note = "; the tolerance accepts them"
     return f"{beyond} of {one.errors.total}{note}"
-
-
-def _error_facts(one: "ErrorMap") -> list[tuple[str, Cell]]:
-    facts: list[tuple[str, Cell]] = [
-        (f"largest {name} error", f"{greatest.value:.4g} at {greatest.index}")
-        for name, greatest in (("absolute", one.greatest_abs), ("relative", one.greatest_rel))
-    ]
-    if one.first_index is not None:
-        facts.append(("first mismatch", str(one.first_index)))
-    if one.nan_elements:
-        facts.append(("NaN", Words(f"{one.nan_elements} elements", "bad")))
-    for name, span in (("heads", one.heads), ("rows", one.rows)):
-        if span is not None:
-            facts.append((f"{name} that ran", f"{span.start} to {span.stop - 1}"))
-    return facts
 
 
 def _seq_grid(one: "ErrorMap") -> Grid:
@@ -416,7 +408,12 @@ def result(one: "Result") -> Sheet:
         facts.append(("error", lines))
         if places := one.places():
             facts.append(("places", place_lines(places)))
-        facts += _side_facts(one)
+        titles = {"lse": "log-sum-exp", "padding": "padding"}
+        wrong = {error.subject: error.text() for error in one.side_errors}
+        facts += [
+            (titles[name], Words(wrong.get(name, "matches"), "bad" if name in wrong else ""))
+            for name in one.side_outputs
+        ]
     notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
         ("slot reads", one.memory.lines() if one.memory is not None else [], ""),
         ("launches", one.launches, ""),
@@ -426,24 +423,16 @@ def result(one: "Result") -> Sheet:
     )
     facts += [(name, [Words(line, tone) for line in lines]) for name, lines, tone in notes if lines]
     outcome = one.verdict if one.errors is None else f"{one.status}: {one.verdict}"
+    spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
+    last = Lines([Words(f"seconds: {spent}", "quiet")])
     return Sheet.of(
         "Result",
         outcome,
         Facts(facts),
         *_result_violations(one),
-        *_result_folds(one),
+        *([last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]),
         tone=STATUS[one.status],
     )
-
-
-def _side_facts(one: "Result") -> list[tuple[str, Value]]:
-    """Return a row for each output in addition to the main one: what is wrong with it, or that it matches."""
-    titles = {"lse": "log-sum-exp", "padding": "padding"}
-    wrong = {error.subject: error.text() for error in one.side_errors}
-    return [
-        (titles[name], Words(wrong.get(name, "matches"), "bad" if name in wrong else ""))
-        for name in one.side_outputs
-    ]
 
 
 def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
@@ -471,12 +460,6 @@ def _result_violations(one: "Result") -> list[Part]:
     if not one.violations:
         return [Lines([Words("no violations", "good")])]
     return [_violation_grid(one.violations, "violations, found without running the kernel")]
-
-
-def _result_folds(one: "Result") -> list[Part]:
-    spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
-    last = Lines([Words(f"seconds: {spent}", "quiet")])
-    return [last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]
 
 
 def other_run(one: "OtherRun") -> Sheet:
@@ -530,25 +513,22 @@ def matrix(table: "MatrixTable") -> Sheet:
     counts = ", ".join(f"{count} {status}" for status, count in table.counts.items())
     head = f"{counts}, of {len(table.rows)} ids"
     bad = [row for row in table.rows if row.status != "match"]
-    parts: list[Part] = []
-    if bad:
-        groups: dict[tuple[str, str], list[str]] = {}
-        for row in bad:
-            groups.setdefault((row.status, outcome_text(row)), []).append(row.id)
-        rows: list[Row] = [
-            [[Words(one, code=True) for one in ids], Words(text, _matrix_tone(status))]
-            for (status, text), ids in groups.items()
-        ]
-        parts.append(Grid(["id", "outcome"], rows, "ids that do not match"))
-    parts += [_matrix_grid(*grid) for grid in table.grids()]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in bad:
+        groups.setdefault((row.status, outcome_text(row)), []).append(row.id)
+    rows: list[Row] = [
+        [[Words(one, code=True) for one in ids], Words(text, _matrix_tone(status))]
+        for (status, text), ids in groups.items()
+    ]
+    grids = [_matrix_grid(*grid) for grid in table.grids()]
     kernels = dict.fromkeys(kernel for row in table.rows for kernel in row.kernels)
     facts: list[tuple[str, Value]] = [("kernels", ", ".join(kernels)), ("backend", table.backend)]
     if table.changes:
         facts.append(("case", ", ".join(f"{n}={one}" for n, one in table.changes.items())))
     facts.append(("time", f"{table.seconds:.1f} s of all workers together"))
-    parts.append(Facts(facts))
     tone: Tone = ("good", "bad", "odd", "warn")[table.exit_code]
-    return Sheet.of("Matrix", head, *parts, tone=tone)
+    ids = Grid(["id", "outcome"], rows, "ids that do not match")
+    return Sheet.of("Matrix", head, ids, *grids, Facts(facts), tone=tone)
 
 
 def _matrix_tone(status: str) -> Tone:

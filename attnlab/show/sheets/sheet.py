@@ -120,7 +120,7 @@ class Sheet(Shown):
         line: str = "",
         name: str = "",
     ) -> "Sheet":
-        """Return a sheet without the parts that are None.
+        """Return a sheet without the parts that are None, and tables and lists without rows.
 
         ``tone``: of the head; ``line``: the noun in one line (default: the head), after its ``name``.
         """
@@ -129,7 +129,9 @@ class Sheet(Shown):
             kind=kind,
             line=f"<{name or kind}: {text}>",
             head=Words(head, tone) if isinstance(head, str) and tone else head,
-            parts=[part for part in parts if part is not None],
+            parts=[
+                one for one in parts if one and getattr(one, "rows", getattr(one, "lines", True))
+            ],
         )
 
     def noted(self, note: str) -> "Sheet":

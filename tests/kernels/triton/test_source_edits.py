@@ -28,6 +28,8 @@ FAULTS = [
     ("a = head * stride_h\nb = rows % n * stride_q", "a = head * stride_h\nb = head * stride_q", 2),
     ("acc = q\nacc = q * 2", "acc = q\nacc = acc", 2),
     ("r = m * alpha\nacc = q\nacc += p", "r = m * alpha\nacc = q\nacc = acc * alpha + (p)", 3),
+    ("m = m * alpha\nacc = dot(p, acc)", "m = m * alpha\nacc = dot(p, acc * alpha[:, None])", 1),
+    ("m, r = step(m)\nacc += p", "m, r = step(m)\nacc = acc * r[:, None] + (p)", 1),
     ("a = m_i - n\np = tl.exp(m_i)", "a = m_i - n\np = tl.exp(m_i - m_new)", 3),
     ("s = q\nr = rows[:, None] + keys[None, :]", "s = " + CAUSAL + "\nr = rows[:, None] + keys[None, :]", 3),
     ("a = d_mask[:, None]\nk = tl.load(p, mask=n < m)",

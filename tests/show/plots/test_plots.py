@@ -18,28 +18,24 @@ from attnlab.case.masks import MASKS
 from attnlab.contracts.slot_states import NOT_READ, SlotMap, SlotState
 from attnlab.lab.lab import Cell, Lab
 from attnlab.lab.result import MemoryReport, SlotsRead
-from attnlab.show.plots import cache as codes_of
 from attnlab.show.plots import (
     plot_blocks,
     plot_cache,
     plot_error,
-    plot_fits,
-    plot_formats,
     plot_law,
-    plot_merge,
     plot_seq_error,
-    plot_sizes,
     plot_stages,
-    plot_story,
     plot_weights,
 )
 from attnlab.show.plots.artists import AT_LIMIT, COLOURS, STATUS_COLOURS, ErrorScale
 from attnlab.show.plots.cache import UNUSED
-from attnlab.show.plots.errors import BAND, FLOOR, NAN_AT
+from attnlab.show.plots.errors import BAND, NAN_AT
 from attnlab.show.plots.weights import BIASED, FUTURE, HIDDEN, VISIBLE
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.case_call import longest_mask
 from attnlab.weights.xray import key_columns, law_points
+from study import plots as codes_of
+from study.plots import FLOOR, plot_fits, plot_formats, plot_merge, plot_sizes, plot_story
 
 LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))
 

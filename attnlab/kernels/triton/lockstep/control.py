@@ -17,7 +17,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -348,24 +348,33 @@ Part = tuple[
 ]  # names of variables, and a function of their values
 
 
-def varied(
-    variables: Mapping[str, Any], value: Part, numbers: Sequence[int], others: Sequence[Part]
-) -> Any:
-    """Return the value of an expression, but for programs with one of the edits ``numbers`` that of its part.
+class Edited(Protocol):
+    """Edits of an expression, by their numbers."""
+
+    @property
+    def edits(self) -> Mapping[int, Any]:
+        """Return the expression of each edit."""
+
+    def part(self, number: int) -> Part:
+        """Return the part that an edit puts in the place of the expression."""
+
+
+def varied(variables: Mapping[str, Any], value: Part, site: Edited, read: Any) -> Any:
+    """Return the value of an expression, but for programs with an edit of the site that of its part.
 
     Each is computed for its programs alone. The most frequent kind of value counts; edits with another one,
-    or that raise something, are noted.
+    or that raise something, are noted. ``read`` has the names of all variables that a part reads.
     """
     batch = running()
     present = set(batch.edits.tolist()).difference(batch.raised, *batch.apart)
     found: dict[Any, list[tuple[Any, Any]]] = {}
     rest = np.ones(batch.size, np.bool_)
-    for number, other in zip(numbers, others, strict=True):
-        mask = batch.edits == number if number in present else rest[:0]
-        if mask.size and narrowed(mask).any():
+    for number in sorted(present.intersection(site.edits)):
+        mask = batch.edits == number
+        if narrowed(mask).any():
             left = batch.budget.operations
             try:
-                one = _of_part(batch, mask, other, variables)
+                one = _of_part(batch, mask, site.part(number), variables)
                 batch.budget.operations = left
             except Diverged:
                 raise
@@ -407,8 +416,20 @@ def _most_frequent(batch: Batch, found: Mapping[Any, list[tuple[Any, Any]]]) -> 
             united += same
         else:
             mask = np.logical_or.reduce([mask for mask, _ in others])
-            batch.apart.append(np.unique(batch.edits[narrowed(mask)]).tolist())
+            numbers = np.unique(batch.edits[narrowed(mask)]).tolist()
+            if _is_address(others[0][1]) == _is_address(like):
+                batch.apart.append(numbers)
+            else:
+                batch.raised |= dict.fromkeys(numbers, NoAddress())
     return united
+
+
+class NoAddress(Exception):
+    """An edit gives a number in the place of an address, or the other way round: no load or sum takes it."""
+
+
+def _is_address(value: Any) -> bool:
+    return getattr(value, "handle", None) is not None and value.type.scalar.is_ptr()
 
 
 def _as_integers(value: Any, like: Any) -> Any:

@@ -1,29 +1,45 @@
 """Run many edits of a kernel at once: each edit is one more copy of the programs of a batch.
 
-A function is compiled with many edits. The expression of an edited statement becomes a call of
-:func:`attnlab.kernels.triton.lockstep.control.varied` with a function for each edit. So the copies of a
-program share what is computed before the edits differ. The stores of each copy are kept apart.
+A function is compiled once for many edits. The expression of an edited statement becomes a call of
+:func:`attnlab.kernels.triton.lockstep.control.varied`, which asks a :class:`Site` for the function of each
+edit. So the copies of a program share what is computed before the edits differ. The stores of each copy are
+kept apart.
 """
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from attnlab.kernels.triton.kernel_text import CONTROL, HEADS, Change, row_starts, statements
+from attnlab.kernels.triton.kernel_text import (
+    CONTROL,
+    HEADS,
+    Change,
+    row_starts,
+    statements,
+    tree_with_names,
+    with_defaults,
+)
 from attnlab.kernels.triton.lockstep import control
-from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
+from attnlab.kernels.triton.lockstep.control import Batch, Diverged, NoAddress, Part, Refused
 from attnlab.kernels.triton.lockstep.launch import Form, extension_of, most_elements
 from attnlab.kernels.triton.lockstep.memory import Store, Tensors
 from attnlab.kernels.triton.lockstep.notes import Notes
-from attnlab.kernels.triton.lockstep.rewriting import compile_lockstep, loaded, stored
+from attnlab.kernels.triton.lockstep.rewriting import (
+    compile_lockstep,
+    loaded,
+    lockstep_transformer,
+    stored,
+    with_range,
+)
 from attnlab.kernels.triton.probe import LaunchLog
 from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
 
 Program = tuple[int, int, int]
+_SITES = "__attnlab_sites__"  # a parameter of a function with edits
 _NO_EDIT = -1  # the number of the unchanged programs
 _MOST = 64  # edits of a batch
 
@@ -36,7 +52,7 @@ def compile_edits(
     ``changes``: of each edit, by its number. An edit of more than expressions of statements, or that is no
     Python, is left out. Raises Refused if lockstep cannot run the function.
     """
-    tree, rows = ast.parse(text), row_starts(text)
+    tree, rows = tree_with_names(text, [_SITES]), row_starts(text)
     assert isinstance(tree.body[0], ast.FunctionDef)
     heads = [
         _Head(
@@ -64,10 +80,13 @@ def compile_edits(
             done.add(number)
             for at, value in parsed.items():
                 edited[at][number] = value
+    sites = list[Site]()
     for head, others in zip(heads, edited, strict=True):
         if others:
-            setattr(head.statement, head.name, _varied(head, others, variables))
-    return compile_lockstep(function, tree), frozenset(done)
+            site = Site(head=head, function=function, edits=others, variables=variables)
+            setattr(head.statement, head.name, site.call(len(sites)))
+            sites.append(site)
+    return with_defaults(compile_lockstep(function, tree), {_SITES: sites}), frozenset(done)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,41 +117,65 @@ def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
     return next(found, None)
 
 
-def _varied(head: _Head, others: Mapping[int, ast.expr], variables: set[str]) -> Any:
-    """Return the call for an expression and its edits.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Site:
+    """An expression of a function, ``head``, and what stands in its place with each of some edits.
 
-    Numbers that are assigned become scalars of Triton, and conditions bools.
+    ``variables``: those of the function.
     """
-    around = f"{CONTROL}.decided(0)" if head.name == "test" else "0"
-    if isinstance(head.statement, ast.Assign):
-        around = "interpreter_semantic.to_tensor(0, False)"
-    call: Any = ast.parse(f"{CONTROL}.varied(locals(), 0)", mode="eval").body
-    numbers, values = (ast.Tuple(elts=[], ctx=ast.Load()) for _ in range(2))
-    for number, value in others.items():
-        numbers.elts.append(ast.Constant(value=number))
-        values.elts.append(_deferred(value, around, variables))
-    call.args[1:] = [_deferred(head.root, around, variables), numbers, values]
-    for node in ast.walk(call):
-        if isinstance(node, ast.expr):
-            ast.copy_location(node, head.root)
-    return call
 
+    head: _Head
+    function: Any
+    edits: Mapping[int, ast.expr]
+    variables: set[str]
+    _parts: dict[int, Part] = field(default_factory=dict)
 
-def _deferred(value: ast.expr, around: str, variables: set[str]) -> Any:
-    """Return the names of the variables that an expression reads, and it as a function of them.
+    def call(self, index: int) -> ast.expr:
+        """Return the call for the expression and its edits; ``index`` is that of this site."""
+        names = sorted(self.variables & loaded(ast.Tuple([self.head.root, *self.edits.values()])))
+        text = f"{CONTROL}.varied(locals(), 0, {_SITES}[{index}], lambda: ({', '.join(names)}))"
+        call: Any = ast.parse(text, mode="eval").body
+        call.args[1] = self._deferred(self.head.root)
+        for node in ast.walk(call):
+            if isinstance(node, ast.expr):
+                ast.copy_location(node, self.head.root)
+        return call  # type: ignore[no-any-return]
 
-    ``around``: a call with 0 in its place, or 0.
-    """
-    names = sorted(variables & loaded(value))
-    found: Any = ast.parse(
-        f"({tuple(names)!r}, lambda {', '.join(names)}: {around})", mode="eval"
-    ).body
-    function = found.elts[1]
-    if around != "0":
-        function.body.args[0] = value
-    else:
-        function.body = value
-    return found
+    def part(self, number: int) -> Part:
+        """Return the names of the variables that an edited expression reads, and it as their function."""
+        if number not in self._parts:
+            rewriter, value = self.function.rewriter, self._deferred(self.edits[number])
+            value = lockstep_transformer(type(rewriter.ast_transformer)).visit(value)
+            line = self.head.root.lineno + rewriter.def_file_lineno - 1
+            for node in ast.walk(value):
+                if isinstance(node, ast.expr):
+                    node.lineno = node.end_lineno = line
+                    node.col_offset = node.end_col_offset = 0
+            code = compile(
+                ast.Expression(ast.fix_missing_locations(value)), rewriter.filename, "eval"
+            )
+            self._parts[number] = eval(code, self.function.fn.__globals__)
+        return self._parts[number]
+
+    def _deferred(self, value: ast.expr) -> Any:
+        """Return the expression for the names of the variables that one reads, and it as their function.
+
+        Numbers that are assigned become scalars of Triton, and conditions bools.
+        """
+        around = f"{CONTROL}.decided(0)" if self.head.name == "test" else "0"
+        if isinstance(self.head.statement, ast.Assign):
+            around = "interpreter_semantic.to_tensor(0, False)"
+        names = sorted(self.variables & loaded(value))
+        text = f"({tuple(names)!r}, lambda {', '.join(names)}: {around})"
+        found: Any = ast.parse(text, mode="eval").body
+        function = found.elts[1]
+        if self.head.name == "iter":
+            value = with_range(value)
+        if around != "0":
+            function.body.args[0] = value
+        else:
+            function.body = value
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,8 +305,8 @@ def _is_of_kernel(error: Exception, kernel: str) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     file = Path("" if trace is None else trace.tb_frame.f_code.co_filename)
-    is_unknown = isinstance(error, NameError)  # also a variable that is not set yet
-    return is_unknown or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
+    is_known = isinstance(error, NameError | NoAddress)  # also a variable that is not set yet
+    return is_known or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
 
 
 def _of_program(stores: Sequence[Store], program: int) -> Iterator[Store]:

@@ -215,10 +215,7 @@ class Rewriter(ast.NodeTransformer):
         if _is_call(items, FOR_MARK):
             marks = f", ({RAN_MARK}, {items.args[0].value!r})"
             items = items.args[1]
-        items = self.visit(items)
-        for one in _alternatives(items):
-            if _is_call(one, "range"):
-                one.func = _expression(f"{CONTROL}.Range")
+        items = with_range(self.visit(items))
         call = _expression(f"{CONTROL}.loop(0, {masks}, {exact}{marks})")
         call.args[0] = items
         node.iter = ast.copy_location(call, node.iter)
@@ -294,11 +291,11 @@ def _is_call(node: Any, name: str) -> bool:
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") == name
 
 
-def _alternatives(items: Any) -> list[Any]:
-    """Return what a loop goes through: one expression, or that of each edit."""
-    if ast.unparse(getattr(items, "func", items)) != f"{CONTROL}.varied":
-        return [items]
-    return [one.elts[1].body for one in (items.args[1], *items.args[3].elts)]
+def with_range(items: Any) -> Any:
+    """Return what a loop goes through, with the range of a batch in place of Python's."""
+    if _is_call(items, "range"):
+        items.func = _expression(f"{CONTROL}.Range")
+    return items
 
 
 def _targets(names: Sequence[str]) -> str:
