@@ -375,7 +375,7 @@ _NO_DATA = SimpleNamespace(data=None, dtype=None)
 
 
 def _is_worth_it(parts: list[Any], shape: tuple[int, ...]) -> bool:
-    return math.prod(shape) > 2 * sum(part.size for part in parts)
+    return bool(math.prod(shape) > 2 * sum(part.size for part in parts))
 
 
 def _may_overflow(parts: list[Any]) -> bool:
