@@ -40,6 +40,7 @@ from attnlab.checker.case_run import (
     release_memory,
     remembering,
     run_case,
+    sharing_runs,
     source_digest,
     versions,
 )
@@ -628,7 +629,7 @@ class CheckJob(Job):
         return _State(libraries=self.libraries)
 
     def run(self, state: "_State", payload: dict[str, Any]) -> Verdict:
-        with unchanged_sources():
+        with unchanged_sources(), sharing_runs():
             return self._run(state, payload)
 
     def _run(self, state: "_State", payload: dict[str, Any]) -> Verdict:

@@ -389,6 +389,11 @@ def other_outside(number: float = 56) -> Iterator[None]:
         _OUTSIDE.reset(token)
 
 
+def outside_number() -> float:
+    """Return the number of :func:`other_outside` here."""
+    return _OUTSIDE.get()
+
+
 class Accesses(Protocol):
     """Records loads and stores: addresses (uint64), and a mask (bool) and stored values of the same shape."""
 

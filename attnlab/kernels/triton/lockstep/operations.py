@@ -6,6 +6,7 @@ operands must have the same number of axes, and every value the shape of its typ
 What is not listed here is refused.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def sum_handle_type(interpreter: Any) -> Any:
                 total = self.parts[0]
                 for part in self.parts[1:]:
                     total = total + part
-                self._sum = np.broadcast_to(total, self.shape)
+                same = total.shape == self.shape
+                self._sum = total if same else np.broadcast_to(total, self.shape)
             return self._sum
 
     return SumHandle
@@ -100,7 +102,13 @@ def _joined(parts: list[Any]) -> list[Any]:
 
 def _spread(data: Any, shape: tuple[int, ...]) -> Any:
     """Return an array (P or 1, …) with the shape of a block after its first axis."""
-    return np.broadcast_to(data, (data.shape[0], *shape))
+    wanted = (data.shape[0], *shape)
+    return data if data.shape == wanted else np.broadcast_to(data, wanted)
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an operation on arrays of two shapes."""
+    return one if one == other else np.broadcast_shapes(one, other)
 
 
 def _rank(data: Any, shape: tuple[int, ...]) -> Any:
@@ -273,7 +281,7 @@ class Operations:
 
     def _add(self, builder: Any, left: Any, right: Any) -> Any:
         _check_ranks(left, right)
-        found = self._summed(left, right)
+        found = self._summed(left, right) if len(shape_of(left)) > 1 else None
         return builder.binary_op(left, right, np.add) if found is None else found
 
     def _summed(self, left: Any, right: Any) -> Any:
@@ -282,7 +290,7 @@ class Operations:
         dtype = parts[0].dtype
         if dtype not in (np.int32, np.int64) or any(part.dtype != dtype for part in parts):
             return None
-        shape = np.broadcast_shapes(shape_of(left), shape_of(right))
+        shape = _common(shape_of(left), shape_of(right))
         if not _is_worth_it(parts, shape) or (dtype == np.int32 and _may_overflow(parts)):
             return None
         return self._sum(_joined(parts), shape, left.dtype.scalar)
@@ -292,7 +300,7 @@ class Operations:
         width = np.uint64(max(1, pointer.get_element_ty().primitive_bitwidth // 8))
         offsets = [part.astype(np.uint64) * width for part in _parts(offset)]
         parts = _joined([*_parts(pointer), *offsets])
-        shape = np.broadcast_shapes(shape_of(pointer), shape_of(offset))
+        shape = _common(shape_of(pointer), shape_of(offset))
         found = self._sum(parts, shape, pointer.dtype)
         return found if _is_worth_it(parts, shape) else self._handle(found.data, pointer.dtype)
 
@@ -367,7 +375,7 @@ _NO_DATA = SimpleNamespace(data=None, dtype=None)
 
 
 def _is_worth_it(parts: list[Any], shape: tuple[int, ...]) -> bool:
-    return bool(np.prod(shape, dtype=np.int64) > 2 * sum(part.size for part in parts))
+    return bool(math.prod(shape) > 2 * sum(part.size for part in parts))
 
 
 def _may_overflow(parts: list[Any]) -> bool:
@@ -376,7 +384,8 @@ def _may_overflow(parts: list[Any]) -> bool:
 
 
 def _check_ranks(*handles: Any) -> None:
-    if len({len(shape_of(one)) for one in handles}) > 1:
+    first, *rest = map(shape_of, handles)
+    if any(len(one) != len(first) for one in rest):
         raise Refused("an operation on values with different numbers of axes")
 
 
