@@ -5,6 +5,7 @@ A test that needs a release of vLLM has the marker `releases`; other tests canno
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from attnlab.kernels import child_process
 from attnlab.kernels.vllm.source import Source
 from attnlab.reports.investigate import import_jsonschema
 
+# Keep the tests and attnlab compiled, for the processes that tests start and for the next run.
+_WRITES_NONE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 import_jsonschema()  # before nbformat does it with a parser that takes more than a second
 
 # Files whose tests take the most time: they start first, so that the processes end together.
@@ -77,7 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collections leave out what exists before the first test, which takes most of their time."""
+    """Let garbage collections leave out what exists before the first test, which takes most of their time.
+
+    Modules that tests write are not kept compiled: a test may write one twice in a second.
+    """
+    sys.dont_write_bytecode = _WRITES_NONE
     gc.collect()
     gc.freeze()
 

@@ -67,6 +67,14 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 2))
 
 
+def confirm_in(monkeypatch, further, *, varied=(), similar=None) -> None:
+    """Confirm repairs in some further and varied cases; ``similar`` None: in those of the package."""
+    cases = {"further_cases": further, "varied_cases": varied, "similar_cases": similar}
+    for name, given in cases.items():
+        if given is not None:
+            monkeypatch.setattr(repair_check, name, lambda _, given=given: given)
+
+
 def planted_merge(folder: Path, old: str, new: str) -> Lab:
     """Return a lab with 0.33.0 in which the merge has a change."""
     shutil.copytree(of_release("0.33.0").root / "vllm", folder / "vllm")
@@ -241,9 +249,7 @@ def test_an_edit_needs_ten_further_cases(tmp_path, monkeypatch):
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
     refuting = case.replace(query_lens=(1,), ctx_lens=(50,), num_blocks=6, seed=4)
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
-    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar[:8])
+    confirm_in(monkeypatch, [other], similar=similar[:8])
     assert find_claim(lab, case, [right]) is None
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
     assert find_claim(lab, case, [right]).cases == 10
@@ -259,10 +265,8 @@ def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(tmp_p
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     loose = edit_of(lab, case, "first % BLOCK", "(first // BLOCK + 0 * BLOCK)")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
-    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    confirm_in(monkeypatch, [case.replace(seed=3)], similar=similar)
     assert find_claim(lab, case, [right]).is_stated
     assert not find_claim(lab, case, [loose]).is_stated
 
@@ -274,10 +278,8 @@ def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeyp
     case, _ = planted(tmp_path, mask, "value + at, mask=(DIM > d)[None, :]")
     right = edit_of(lab, case, "(DIM > d)[None, :]", "both")
     outside = edit_of(lab, case, "value + at", "value + tl.where(both, at, 1 << 42)")
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
     similar = [case.replace(seed=seed) for seed in range(20, 30)]
-    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    confirm_in(monkeypatch, [case.replace(seed=3)], similar=similar)
     assert find_claim(lab, case, [right]).repair is right
     assert find_claim(lab, case, [outside]) is None
 
@@ -287,8 +289,7 @@ def test_an_edit_that_removes_a_mask_is_no_claim(tmp_path, monkeypatch):
     lab = Lab(device="cpu")
     mask = "value + at, mask=both"
     case, _ = planted(tmp_path, mask, "value + at, mask=both & (slot < end - first)[:, None]")
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    confirm_in(monkeypatch, [case.replace(seed=3)])
     for new, is_claim in (("both", True), ("(DIM > d)[None, :]", False)):
         edit = edit_of(lab, case, "both & (slot < end - first)[:, None]", new)
         assert (find_claim(lab, case, [edit]) is not None) == is_claim
@@ -315,8 +316,7 @@ def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path,
     within = edit_of(lab, case, "query_dim + d", "query_dim * query_head + d")
     replaced = edit_of(lab, case, "head * query_dim", "head * query_head")
     other = case.replace(query_lens=(1,), ctx_lens=(30,), head_size=32, seed=3)
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    confirm_in(monkeypatch, [other])
     for repair in (added, within):
         claim = find_claim(lab, case, [repair])
         assert (claim.is_stated, claim.line) == (False, line)
@@ -339,8 +339,7 @@ def test_a_factor_that_is_left_out_may_stand_for_an_unused_argument(
     place = "place = out + row * out_row + head * out_head + d * out_dim"
     case, line = planted(tmp_path, place, place.replace(right, wrong))
     other = case.replace(query_lens=(2,), ctx_lens=(30,), head_size=32, seed=3)
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    confirm_in(monkeypatch, [other])
     left = edit_of(lab, case, wrong, wrong.rpartition(" * ")[0])
     claim = find_claim(lab, case, [left])
     assert (claim.is_stated, claim.line) == (is_stated, line)
@@ -356,10 +355,8 @@ def test_an_edit_may_stand_for_an_unused_stride(tmp_path, monkeypatch, is_stated
     others = [case.replace(seed=seed) for seed in (3, 4)]
     if is_stated:
         others.append(case.replace(query_lens=(1,), ctx_lens=(40,), max_blocks_per_seq=3))
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: others)
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
     similar = [case.replace(seed=seed) for seed in range(20, 30)]
-    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    confirm_in(monkeypatch, others, similar=similar)
     doubled = edit_of(lab, case, "tl.load(seq + row)", "tl.load(seq + row) * 2")
     claim = find_claim(lab, case, [doubled])
     assert (claim.is_stated, claim.line) == (is_stated, line)
@@ -372,8 +369,7 @@ def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, mon
         tmp_path, "tl.exp(scores - new)", "tl.exp(scores - tl.maximum(tl.max(scores, 0), -1e30))"
     )
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    confirm_in(monkeypatch, [other])
     before = "tl.maximum(largest, tl.max(scores, 0))"
     unwrapped = edit_of(lab, case, before, "tl.max(scores, 0)")
     assert find_claim(lab, case, [unwrapped]) is None
@@ -391,8 +387,7 @@ def test_a_floor_of_a_maximum_that_hides_nan_is_no_claim(tmp_path, monkeypatch):
     case, _ = planted(tmp_path, floored, "tl.maximum(largest * 1, tl.max(scores, 0))")
     case = case.replace(query_lens=(3,), ctx_lens=(70,), sliding_window=9, num_blocks=None)
     other = case.replace(query_lens=(1,), ctx_lens=(90,), seed=3)
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    confirm_in(monkeypatch, [other])
     floor = edit_of(lab, case, "largest * 1", "out_dim")
     assert repair_check.is_right(lab, case, floor)
     assert find_claim(lab, case, [floor]) is None
@@ -416,8 +411,7 @@ def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, 
     before = "(pos > end - WINDOW) & (pos < end)"
     constant = edit_of(lab, case, before, "((pos > end - WINDOW) | (pos < end))")
     right = edit_of(lab, case, before, "(pos > end - WINDOW)")
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [freed])
+    confirm_in(monkeypatch, [other], varied=[freed])
     claim = find_claim(lab, case, [constant])
     if reads_freed:
         assert claim is None
@@ -445,21 +439,21 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path)
     assert find_claim(lab, case, [switch]) is None
 
 
-@pytest.mark.parametrize("after", ["(2 * last)", "(last + BLOCK)", "(end + 1)"])
-def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch, after):
+def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch):
     """The end of the loop is wrong in another line. Masks hide what a longer loop adds."""
     lab = Lab(device="cpu")
     loop = "    for first in range(0, end + 1, BLOCK):\n"
     short = "    last = end // BLOCK * BLOCK\n" + loop.replace("end + 1", "last")
     case, _ = planted(tmp_path, loop, short)
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
-    bounds = edit_of(lab, case, "last, BLOCK", after)
-    only = dataclasses.replace(bounds.edit, end=bounds.edit.start + len("last"), before="last")
+    confirm_in(monkeypatch, [other])
     at_its_line = edit_of(lab, case, "end // BLOCK * BLOCK", "(end + 1)")
     assert find_claim(lab, case, [at_its_line]).repair is at_its_line
-    assert find_claim(lab, case, [dataclasses.replace(bounds, edit=only)]) is None
+    bounds = edit_of(lab, case, "last, BLOCK", "")
+    fields = {"end": bounds.edit.start + len("last"), "before": "last"}
+    for after in ("(2 * last)", "(last + BLOCK)", "(end + 1)"):
+        edit = dataclasses.replace(bounds.edit, after=after, **fields)
+        assert find_claim(lab, case, [dataclasses.replace(bounds, edit=edit)]) is None, after
 
 
 @pytest.mark.parametrize(("test", "is_claim"), [("WINDOW >= 0", False), ("True", True)])
@@ -478,8 +472,7 @@ def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(tmp_path, monkeypatch,
     )
     case, _ = planted(tmp_path, loop, pruned)
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    confirm_in(monkeypatch, [other])
     none = edit_of(lab, case, "(end - WINDOW + 1) // BLOCK", "0")
     claim = find_claim(lab, case, [none])
     assert (claim is not None) == is_claim
@@ -551,8 +544,7 @@ def test_an_edit_that_changes_no_verdict_is_no_claim(tmp_path, monkeypatch):
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     repairs = locate_lines(lab, case, None, LIMIT).repairs
     short = case.replace(query_lens=(1,), ctx_lens=(3,))
-    monkeypatch.setattr(repair_check, "further_cases", lambda case: [short])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda case: [])
+    confirm_in(monkeypatch, [short])
     assert (lab.run(short).status, len(repairs)) == ("match", 1)
     assert find_claim(lab, case, repairs) is None
 
@@ -618,10 +610,8 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     assert verdict(claim_of(last, "first * 0"), lines, 1) == "misleading"
 
     right, all_long = edited(last, "first // BLOCK"), long.replace(query_lens=(1,), ctx_lens=(40,))
-    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3), all_long])
-    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
-    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    confirm_in(monkeypatch, [case.replace(seed=3), all_long], similar=similar)
     found = find_claim(lab, case, [right])
     assert (found.cases, found.untouched) == (3, 1)
     assert found.text.endswith(
