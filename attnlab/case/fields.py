@@ -458,6 +458,12 @@ def group(title: str) -> Callable[[Any, FieldType, str], Any]:
     return declare
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    """Answer whether a value of a field is another one, of its type, too."""
+    is_plain = type(value) is type(other) and not isinstance(value, tuple)
+    return value is other or (is_plain and bool(value == other))
+
+
 class Declared:
     """A frozen dataclass whose fields :func:`group` declares: they are checked, and have texts and flags.
 
@@ -490,6 +496,8 @@ class Declared:
     def replace(self, **changes: Any) -> Self:
         """Return the object with ``changes``; raise InvalidCase as the constructor does."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if all(name in own and _is_same(value, own[name]) for name, value in changes.items()):
+            return self
         return self.from_dict({**own, **changes})
 
     def to_dict(self) -> dict[str, Any]:

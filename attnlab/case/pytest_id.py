@@ -196,6 +196,27 @@ def unified_missing(values: Values) -> str:
     return "" if values["q_dtype"] is None else "FP8 queries"
 
 
+def contexted(values: Values) -> dict[str, Any]:
+    """The four main tests of test_prefix_prefill.py, after their fix: int32 index tensors, only context
+    tokens in the cache, FP8 written by a cast of numbers to uint8, and x = 8.
+
+    Older releases write "auto" as kv_cache_dtype, newer ones the dtype of the model. Both give "auto".
+    """
+    if not re.fullmatch(r"(cuda|cpu)(:\d+)?", values["device"]):
+        raise ValueError(f"device must be like cuda:0, got {values['device']}")
+    alibi, kind = "sliding_window" not in values, values["kv_cache_dtype"]
+    kind = "auto" if kind == values["dtype"] else kind
+    fields = {name: value for name, value in values.items() if name != "device"}
+    fields |= {"kv_cache_dtype": kind, "atol": tolerance_of_test(kind, alibi), "alibi": alibi}
+    fields |= {"force_decode": not alibi, "stage": "cast_after_cumsum", "x": 8}
+    return fields if kind == "auto" else {**fields, "cache_write": "numeric"}
+
+
+def tolerance_of_test(kv_cache_dtype: str, alibi: bool = False) -> float:
+    """Return the atol of test_prefix_prefill.py: 1e-3 for FP8, 1e-6 with ALiBi, else 1e-4."""
+    return 1e-3 if kv_cache_dtype != "auto" else 1e-6 if alibi else 1e-4
+
+
 def nonstandard_blocks(values: Values) -> dict[str, Any]:
     """test_contexted_kv_attention without a window, with fewer blocks than the test allocates."""
     names = ("op", "num_heads", "num_queries_per_kv", "head_size", "block_size", "interleave_v")
@@ -203,7 +224,7 @@ def nonstandard_blocks(values: Values) -> dict[str, Any]:
     return {**{name: values[name] for name in names}, **fixed}
 
 
-# vLLM's attention tests other than the four main ones of test_prefix_prefill.py, and their pytest ids.
+# vLLM's attention tests and their pytest ids.
 #
 # pytest writes a number, a string, True and None of a parameter as text. It writes any other value as the
 # parameter's name and its place in the list of values, such as ``num_heads1``. The lists here are those of
@@ -216,6 +237,7 @@ _LITERALS = {"None": None, "True": True, "False": False}
 class UpstreamTest:
     """A test of vLLM in one of its releases.
 
+    - ``release``: "" if its Case is one of the default release.
     - ``parameters``: their names in the order of the id, which is from the last decorator to the first.
     - ``lists``: the values of the parameters that an id writes as a name and a number.
     - ``fields``: makes the fields of the Case from the values.
@@ -241,14 +263,14 @@ class UpstreamTest:
         }
 
     def _value(self, name: str, word: str) -> Any:
-        if match := re.fullmatch(rf"{name}(\d{{1,6}})", word):
-            known = self.lists.get(name, ())
-            if int(match[1]) < len(known):
-                return known[int(match[1])]
-            last = f"{name}{len(known) - 1}" if known else "a value, not a number in a list"
-            raise ValueError(f"{name} must be at most {last}, got {word}")
+        match, known = re.fullmatch(rf"{name}(\d{{1,6}})", word), self.lists.get(name, ())
+        if match and int(match[1]) < len(known):
+            return known[int(match[1])]
         if word in _LITERALS:
             return _LITERALS[word]
+        if match or known:
+            right = f"at most {name}{len(known) - 1}" if known else "a value, not a number"
+            raise ValueError(f"{name} must be {right}, got {word}")
         if re.fullmatch(r"\d{1,6}", word):
             return int(word)
         if re.fullmatch(r"\d{1,6}\.\d{1,6}", word):
@@ -269,6 +291,9 @@ _PAGED = (
     *("device", "seed", "kv_cache_dtype", "dtype", "block_size", "use_alibi"),
     *("head_size", "num_heads", "num_seqs"),
 )
+_SHAPE = ("head_size", "num_queries_per_kv", "num_heads")
+_ALIBI = ("op", "device", "kv_cache_dtype", "dtype", *_SHAPE)
+_PLAIN = ("op", "sliding_window", "device", "kv_cache_dtype", "dtype", *_SHAPE)
 _SEQ_LENS = (
     ((1, 1328), (5, 18), (129, 463)),
     ((1, 523), (1, 37), (1, 2011)),
@@ -283,8 +308,21 @@ def _always(text: str) -> Callable[[Values], str]:
     return lambda values: text
 
 
+def _prefix_prefill(parameters: tuple[str, ...], dtype: str) -> tuple[UpstreamTest, ...]:
+    """Return both forms of a test of test_prefix_prefill.py; 0.33.0 begins with ``interleave_v``."""
+    lists = {"dtype": (dtype,)}
+    return tuple(
+        UpstreamTest(release="", parameters=names, lists=lists, fields=contexted)
+        for names in (parameters, ("interleave_v", *parameters))
+    )
+
+
 # By the name of the test, one record for each form of its ids.
 TESTS: dict[str, tuple[UpstreamTest, ...]] = {
+    "test_contexted_kv_attention": _prefix_prefill(_PLAIN, "float16"),
+    "test_contexted_kv_attention_alibi": _prefix_prefill(_ALIBI, "float16"),
+    "test_contexted_kv_attention_f32": _prefix_prefill(_PLAIN, "float32"),
+    "test_contexted_kv_attention_alibi_f32": _prefix_prefill(_ALIBI, "float32"),
     "test_triton_unified_attn": (
         UpstreamTest(
             release="0.11.2",
@@ -422,12 +460,24 @@ _OPS_BY_NAME = (
 )
 
 
-def fields_of_test(name: str, words: list[str], test_id: str) -> dict[str, Any]:
-    """Return the fields of the Case of a test id of ``TESTS``.
+_ID = re.compile(r"(?:.*::)?(?P<name>\w+)\[(?P<parameters>[^\[\]]+)\]")
 
-    ``words`` are the id's parameters. Raises InvalidCase if they do not fit, or if a Case lacks something
-    that the test has; then the text has the flags of the nearest Case.
+
+def fields_of(test_id: str) -> dict[str, Any]:
+    """Return the fields of the Case that a test id of vLLM's attention tests denotes.
+
+    The id may begin with the file's path. Raises InvalidCase with the expected form, or if a Case lacks
+    something that the test has; then the text has the flags of the nearest Case.
     """
+    if not isinstance(test_id, str):
+        raise InvalidCase(f"test_id must be a string, got {test_id!r}")
+    match = _ID.fullmatch(test_id.strip())
+    if match is None:
+        example = f"test_contexted_kv_attention[{'-'.join(_PLAIN)}]"
+        raise InvalidCase(f"test_id must be like {example}, got {test_id!r}")
+    name, words = match["name"], match["parameters"].split("-")
+    if name not in TESTS:
+        _refuse_test(name, test_id)
     forms = TESTS[name]
     form = max(forms, key=lambda form: form.likeness(words))
     if form.likeness(words) < 0:
@@ -447,7 +497,7 @@ def fields_of_test(name: str, words: list[str], test_id: str) -> dict[str, Any]:
         raise InvalidCase(
             f"test_id must have values as in vLLM for {expected}, got {test_id!r}"
         ) from None
-    if len(forms) > 1:
+    if form.release and len(forms) > 1:
         fields["release"] = form.release
     if missing := form.missing(values):
         raise InvalidCase(
@@ -467,7 +517,7 @@ def _flags(fields: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def refuse_test(name: str, test_id: str, known: tuple[str, ...]) -> NoReturn:
+def _refuse_test(name: str, test_id: str) -> NoReturn:
     """Raise InvalidCase for a test that has no Case, with the flags that describe a call of its op."""
     op = next((op for part, op in _OPS_BY_NAME if re.search(part, name)), None)
     if op is None:
@@ -477,103 +527,10 @@ def refuse_test(name: str, test_id: str, known: tuple[str, ...]) -> NoReturn:
             "--num-heads, --num-queries-per-kv, --head-size, --block-size, --query-lens, --ctx-lens"
         )
         hint = f"describe the call with --op {op}, {flags}"
-    tests = ", ".join(known)
+    tests = ", ".join(TESTS)
     raise InvalidCase(
         f"test_id must be of a test that becomes a Case, got {test_id!r}; {hint} (tests: {tests})"
     )
-
-
-_PLAIN = (
-    "op",
-    "sliding_window",
-    "device",
-    "kv_cache_dtype",
-    "dtype",
-    "head_size",
-    "num_queries_per_kv",
-    "num_heads",
-)
-_ALIBI = tuple(name for name in _PLAIN if name != "sliding_window")
-_PARAMETERS = {
-    "test_contexted_kv_attention": _PLAIN,
-    "test_contexted_kv_attention_alibi": _ALIBI,
-    "test_contexted_kv_attention_f32": _PLAIN,
-    "test_contexted_kv_attention_alibi_f32": _ALIBI,
-}
-_ID = re.compile(r"(?:.*::)?(?P<name>\w+)\[(?P<parameters>[^\[\]]+)\]")
-_INTEGERS = ("sliding_window", "head_size", "num_queries_per_kv", "num_heads")
-
-
-def fields_of(test_id: str) -> dict[str, Any]:
-    """Return the fields of the Case that a test id of vLLM's attention tests denotes.
-
-    For test_prefix_prefill.py: the id may begin with the file's path. Differences between releases:
-
-    - Older ones write "auto" as kv_cache_dtype, newer ones the dtype of the model. Both give "auto".
-    - pytest numbers a dtype by its place in a list of one, so ``dtype0`` is float16, or float32 in the
-      ``_f32`` tests.
-    - 0.33.0 begins the parameters with ``interleave_v``.
-
-    The Case is the test after its fix: int32 index tensors, only context tokens in the cache, FP8
-    written by a cast of numbers to uint8, and x = 8 (vLLM 0.11.2 and 0.33.0). Raises InvalidCase with
-    the expected form.
-    """
-    name, words, interleave_v = _split(test_id)
-    if name in TESTS:
-        return fields_of_test(name, words, test_id)
-    names = _PARAMETERS[name]
-    if len(words) != len(names):
-        expected = f"{len(names)} parameters ({'-'.join(names)})"
-        raise InvalidCase(f"test_id must have {expected}, got {len(words)}: {test_id!r}")
-    fields: dict[str, Any] = dict(zip(names, words, strict=True))
-    if not re.fullmatch(r"(cuda|cpu)(:\d+)?", fields.pop("device")):
-        raise InvalidCase(f"test_id must name a device like cuda:0, got {test_id!r}")
-    for integer in _INTEGERS:
-        if integer in names:
-            word = fields[integer]
-            if not re.fullmatch(r"[0-9]{1,9}", word):
-                text = f"{integer} must be an integer, got {word!r} in test_id {test_id!r}"
-                raise InvalidCase(text)
-            fields[integer] = int(word)
-    fields["dtype"] = _dtype(fields["dtype"], name, test_id)
-    if fields["kv_cache_dtype"] == fields["dtype"]:
-        fields["kv_cache_dtype"] = "auto"
-    alibi = "alibi" in name
-    fields["atol"] = tolerance_of_test(fields["kv_cache_dtype"], alibi)
-    fields |= {"alibi": alibi, "force_decode": not alibi, "stage": "cast_after_cumsum", "x": 8}
-    if interleave_v:
-        fields["interleave_v"] = True
-    if fields["kv_cache_dtype"] != "auto":
-        fields["cache_write"] = "numeric"
-    return fields
-
-
-def tolerance_of_test(kv_cache_dtype: str, alibi: bool = False) -> float:
-    """Return the atol of test_prefix_prefill.py: 1e-3 for FP8, 1e-6 with ALiBi, else 1e-4."""
-    return 1e-3 if kv_cache_dtype != "auto" else 1e-6 if alibi else 1e-4
-
-
-def _split(test_id: str) -> tuple[str, list[str], bool]:
-    """Return the test's name, its parameters without interleave_v, and interleave_v."""
-    if not isinstance(test_id, str):
-        raise InvalidCase(f"test_id must be a string, got {test_id!r}")
-    match = _ID.fullmatch(test_id.strip())
-    if match is None:
-        form = f"test_contexted_kv_attention[{'-'.join(_PLAIN)}]"
-        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}")
-    words = match["parameters"].split("-")
-    if match["name"] in TESTS:
-        return match["name"], words, False
-    if match["name"] not in _PARAMETERS:
-        refuse_test(match["name"], test_id, (*_PARAMETERS, *TESTS))
-    interleave_v = words[0] == "True"
-    return match["name"], words[1:] if words[0] in ("True", "False") else words, interleave_v
-
-
-def _dtype(word: str, test: str, test_id: str) -> str:
-    if word != "dtype0":
-        raise InvalidCase(f"dtype must be dtype0, got {word!r} in test_id {test_id!r}")
-    return "float32" if test.endswith("_f32") else "float16"
 
 
 def nearest_id(case: CaseFields) -> tuple[str, dict[str, Any]]:
@@ -585,7 +542,7 @@ def nearest_id(case: CaseFields) -> tuple[str, dict[str, Any]]:
     name = "test_contexted_kv_attention" + ("_alibi" if case.alibi else "")
     name += "_f32" if case.dtype == "float32" else ""
     words = {"device": "cuda:0", "dtype": "dtype0"}
-    parts = [words.get(field) or str(getattr(case, field)) for field in _PARAMETERS[name]]
+    parts = [words.get(field) or str(getattr(case, field)) for field in TESTS[name][0].parameters]
     test_id = f"{name}[{'True-' if case.interleave_v else ''}{'-'.join(parts)}]"
     base = {name: field.default for name, field in FIELDS.items()} | fields_of(test_id)
     changes = {name: getattr(case, name) for name in base if getattr(case, name) != base[name]}

@@ -40,14 +40,13 @@ from attnlab.checker.case_run import (
     release_memory,
     remembering,
     run_case,
+    sharing_runs,
     source_digest,
     versions,
 )
 from attnlab.checker.coverage import relative_points
 from attnlab.checker.finding import BEYOND, HORIZON, UNNAMED, Finding
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
-from attnlab.contracts.violations import find_violations
 from attnlab.defects.masks import MASK_IGNORED
 from attnlab.defects.reads import argument_defects
 from attnlab.diagnosis.captured import diagnose_write
@@ -62,6 +61,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import scratch_full_of
 from attnlab.kernels.control import controlled, rows_agree, rows_equal
 from attnlab.kernels.triton.coverage import measuring
+from attnlab.kernels.vllm.features import unchanged_sources
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import LSE, PADDING, ErrorMap
 from attnlab.tasks.task import Job
@@ -133,8 +133,7 @@ def is_callers_fault(lab: Lab, case: Case) -> bool:
 
     A default scale computed from the number of heads does not count: the op chooses it.
     """
-    provenance = lab.cache(case).provenance
-    violations = find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    violations = lab.violations(case, lab.call(case))
     return any(v.effect != "harmless" and v.kind != "default_scale" for v in violations)
 
 
@@ -603,6 +602,7 @@ def _shorter(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
 # The job of a check: run a case, or shrink a finding, in a worker that keeps what cases share.
 
 Verdict = dict[str, Any]
+_KEPT = 12  # products of a kind that a worker keeps: the runs of a small case differ in few fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -629,6 +629,10 @@ class CheckJob(Job):
         return _State(libraries=self.libraries)
 
     def run(self, state: "_State", payload: dict[str, Any]) -> Verdict:
+        with unchanged_sources(), sharing_runs():
+            return self._run(state, payload)
+
+    def _run(self, state: "_State", payload: dict[str, Any]) -> Verdict:
         backend, lab = state.library(payload["library"])
         verdict: Verdict
         if "finding" in payload:
@@ -677,7 +681,7 @@ class _State:
         """Return a library's backend and its Lab."""
         backend = self.libraries[name]
         if name != self._name:
-            self._name, self._lab = name, lab_of(backend, "cpu")
+            self._name, self._lab = name, lab_of(backend, "cpu", keep=_KEPT)
         return backend, self._lab
 
 

@@ -40,8 +40,10 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.refinement import follows_from
 from attnlab.diagnosis.reruns import further_cases, second_cases, with_known_contents
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.binding import scratch_number
 from attnlab.kernels.cuda.backend import CudaBackend, source_files
 from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.triton.run_log import outside_number
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result
 from attnlab.weights.conclude import xray
@@ -70,7 +72,36 @@ class CaseRun:
     launches: tuple[str, ...] = ()
 
 
+_RUNS: ContextVar[dict[tuple[Case, bool, str], CaseRun] | None] = ContextVar("runs", default=None)
+
+
+@contextmanager
+def sharing_runs() -> Iterator[None]:
+    """Run a Case once inside the block, on a backend that gives the same output each time."""
+    token = _RUNS.set({})
+    try:
+        yield
+    finally:
+        _RUNS.reset(token)
+
+
 def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = False) -> CaseRun:
+    """Return the run of a Case by :func:`made_run`, or of :func:`sharing_runs` that of the same Case before.
+
+    A run that was traced serves a Case that need not be. Do not change its tensors.
+    """
+    runs = _RUNS.get()
+    if runs is None or not (backend.is_interpreted and backend.is_deterministic):
+        return made_run(lab, backend, case, trace_reads=trace_reads)
+    around = f"scratch {scratch_number()}, outside {outside_number()}"
+    found = runs.get((case, True, around)) or runs.get((case, trace_reads, around))
+    if found is None:
+        found = made_run(lab, backend, case, trace_reads=trace_reads)
+        runs[case, trace_reads, around] = found
+    return found
+
+
+def made_run(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = False) -> CaseRun:
     """Run a Case on the backend, whatever backend it names.
 
     ``lab`` runs on the CPU; a backend on a GPU has a Lab of its own. ``trace_reads`` records which slots are

@@ -25,7 +25,13 @@ import covertable
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
-from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.errors import (
+    AttnLabError,
+    InvalidCase,
+    KernelFailed,
+    KernelRejected,
+    Unavailable,
+)
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import OP_ARGUMENTS
@@ -463,10 +469,14 @@ def _call_op(lab: Lab, case: Case) -> tuple[list[LaunchParameters], str]:
     """Call the op of a Case without a program; return its launches, and what it states as a limit, or ""."""
     with recording_launches() as found:
         try:
-            result = lab.run(case)
+            lab.output(case)
+        except KernelFailed:
+            return found, ""
+        except KernelRejected as error:
+            return found, str(error)
         except AttnLabError:
             return [], ""
-    return found, "" if result.failed else result.error or ""
+    return found, ""
 
 
 def edges_of(launch: LaunchParameters) -> Edges:

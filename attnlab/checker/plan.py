@@ -19,6 +19,7 @@ from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import UNNAMED, Finding, op_locations
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.vllm.features import unchanged_sources
 from attnlab.lab.products import needed_bytes
 from attnlab.tasks.store import ALL, Header, Shard, read_store
 from attnlab.tasks.task import CRASH, DEVICE_LOST, DONE, OUT_OF_MEMORY, TIMEOUT, Outcome, Task
@@ -164,7 +165,8 @@ class Plan:
         """Return a task for each case, op by op, the most informative case of an op first."""
         found = []
         for op in self.ops:
-            cases = [self._task(case) for case in self._hostile_cases(op)]
+            with unchanged_sources():
+                cases = [self._task(case) for case in self._hostile_cases(op)]
             found += cases
             if cases and self.horizon and has_horizons(self.backend):
                 found.append(self._horizon_task(op, cases[0]))

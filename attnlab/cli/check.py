@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from attnlab.cli.sharded import (
     print_report,
     write_ci_files,
 )
+from attnlab.kernels.child_process import ONE_THREAD
 from attnlab.library.op import ops_of, package_of, state_ops_of
 from attnlab.tasks.run import Interrupt, interruptible
 
@@ -157,6 +159,9 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     """Check the library of the flags, and write the reports."""
     from attnlab.checker.check import check
 
+    if args.device == "cpu":  # the workers are copies of this process
+        for name in ONE_THREAD:
+            os.environ.setdefault(name, "1")
     backend = _backend(args)
     title = f"checking {backend.version}"
     with progress(title) as on_step:

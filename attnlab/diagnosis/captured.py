@@ -18,7 +18,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide, kernels_of
+from attnlab.contracts.dispatch import kernels_of
 from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.confirmation import is_general, rules_of
@@ -711,5 +711,4 @@ def violations_of(
     if isinstance(case, KernelCall):
         return violations_of_captured(case, Case(**changes), given=changes)
     case, lab = as_case(case, **changes), lab or default_lab()
-    provenance = lab.cache(case).provenance
-    return find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    return lab.violations(case, lab.call(case))

@@ -11,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.contracts.contract import contracts_of
 from attnlab.contracts.slot_states import unwritten_rows
-from attnlab.contracts.violations import Violation, Violations, find_violations
+from attnlab.contracts.violations import Violation, Violations
 from attnlab.defects import Defect
 from attnlab.defects.edit import changing_inputs
 from attnlab.diagnosis.candidates import (
@@ -471,7 +471,7 @@ def examine(
     check_output(output, call.buffer)
     native = lab.is_native_run(case)
     problem = Problem.of_case(case, lab.batch(case), call, call.output, is_native=native)
-    violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
+    violations = lab.violations(case, call)
     locations = locate(problem, output, case.query_heads, lab.reference(case))
     evidence = collect_evidence(problem, output, locations, violations, case.query_heads)
     return Examination(evidence=evidence, diagnosis=conclude(evidence, defects, pattern))

@@ -595,6 +595,5 @@ def _cpu_lab(lab: Lab, case: Case) -> Lab:
 
 def _rejected(lab: Lab, case: Case, rejection: str) -> Diagnosis:
     """Return the diagnosis of a Case that its kernel rejects, with the violations that explain it."""
-    provenance = lab.cache(case).provenance
-    violations = find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    violations = lab.violations(case, lab.call(case))
     return Diagnosis(status="rejected", rejection=rejection, violations=violations)

@@ -47,6 +47,11 @@ def scratch_full_of(number: float) -> Iterator[None]:
         _NUMBER.reset(token)
 
 
+def scratch_number() -> float:
+    """Return what scratch memory is full of here."""
+    return _NUMBER.get()
+
+
 @contextmanager
 def new_empty_is_scratch() -> Iterator[None]:
     """Let ``Tensor.new_empty`` return scratch memory inside the block, for buffers that an op makes."""

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 # A forked child could not use a GPU that its parent uses, nor torch's threads.
 START_METHOD = "spawn"
+# Linear algebra reads these variables when it is loaded; where several processes run, each uses one thread.
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERVAL_S = 0.5
 
@@ -48,9 +50,18 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
-def start_context() -> Any:
-    """Return the multiprocessing context whose processes run :func:`run_in_child`."""
-    return multiprocessing.get_context(START_METHOD)
+def start_context(is_copy: bool = False) -> Any:
+    """Return the multiprocessing context whose processes run :func:`run_in_child`.
+
+    ``is_copy``: they may be copies of this process, which need no imports, where that is safe: no GPU is in
+    use, and neither threads nor a variable of ONE_THREAD allow a second thread.
+    """
+    has_one_thread = threading.active_count() == 1 and all(
+        os.environ.get(name) == "1" for name in ONE_THREAD
+    )
+    return multiprocessing.get_context(
+        "fork" if is_copy and has_one_thread and can_copy() else START_METHOD
+    )
 
 
 def run_in_child(job: bytes, sender: Any) -> None:

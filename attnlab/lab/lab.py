@@ -23,7 +23,7 @@ from attnlab.case.shown import Shown, json_value
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import runs_of, written_rows
-from attnlab.contracts.violations import find_violations
+from attnlab.contracts.violations import Violations, find_violations
 from attnlab.kernels import find_backend, model
 from attnlab.kernels.backend import (
     Backend,
@@ -176,6 +176,16 @@ class Lab:
         new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
         return make_call(case, batch, cache or self.cache(case), output, new)
 
+    def violations(self, case: Case, call: KernelCall) -> Violations:
+        """Return where the Case's call violates a contract. What kernels write into it changes nothing."""
+
+        def make() -> Violations:
+            kernels, provenance = decide(case).kernels, self.cache(case).provenance
+            return find_violations(call, Target.of(case), kernels, provenance)
+
+        key = (case.replace(trace_reads=False), self.where(case))
+        return Violations(self.shared.get("violations", key, make)[0])
+
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.
 
@@ -197,8 +207,7 @@ class Lab:
                 ran = self._run_kernels(case, call)
             except KernelRejected as error:
                 rejection = error
-        # A GPU computes meanwhile. The kernels change nothing that the violations follow from.
-        violations = find_violations(call, target, decision.kernels, cache.provenance)
+        violations = self.violations(case, call)  # a GPU computes meanwhile
         errors, wrong_sides = None, tuple[SideError, ...]()
         if rejection is None:
             with self._step(seconds, "reference"):

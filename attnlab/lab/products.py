@@ -277,6 +277,7 @@ class SharedProducts:
     _held: "WeakValueDictionary[tuple[str, Hashable], Any]" = field(
         default_factory=WeakValueDictionary, repr=False
     )
+    _sizes: dict[tuple[str, Hashable], int] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _making: dict[Hashable, threading.RLock] = field(default_factory=dict, repr=False)
 
@@ -288,6 +289,7 @@ class SharedProducts:
         """Drop every product that nothing else holds."""
         with self._lock:
             self._kept.clear()
+            self._sizes.clear()
 
     def has(self, kind: str, key: Hashable) -> bool:
         """Return whether the product is there, in this process or in a file."""
@@ -337,20 +339,26 @@ class SharedProducts:
 
     def _add(self, name: tuple[str, Hashable], product: Any) -> None:
         self._kept[name] = product
+        self._sizes[name] = bytes_of(product)
         with suppress(TypeError):  # a tuple cannot be held
             self._held[name] = product
+        if sum(self._sizes.values()) <= _KEPT_BYTES:
+            return
         kinds, total = set[str](), 0
         for one in reversed([*self._kept]):
-            total += bytes_of(self._kept[one])
+            total += self._sizes[one]
             if total > _KEPT_BYTES and one[0] in kinds:
-                del self._kept[one]
+                self._forget(one)
             kinds.add(one[0])
+
+    def _forget(self, name: tuple[str, Hashable]) -> None:
+        del self._kept[name], self._sizes[name]
 
     def _drop(self, kind: str, most: int) -> None:
         """Keep at most so many products of a kind."""
         names = [one for one in self._kept if one[0] == kind]
         for one in names[: max(0, len(names) - most)]:
-            del self._kept[one]
+            self._forget(one)
 
 
 def bytes_of(product: Any) -> int:

@@ -176,7 +176,14 @@ class Op:
 
     def parameters(self, *names: str) -> tuple[str, ...]:
         """Return the parameters whose values use one of the names, in the order of the record."""
-        return tuple(one for one, used in self._names.items() if used.intersection(names))
+        if names not in self._parameters:
+            found = (one for one, used in self._names.items() if used.intersection(names))
+            self._parameters[names] = tuple(found)
+        return self._parameters[names]
+
+    @cached_property
+    def _parameters(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        return {}
 
     @cached_property
     def _names(self) -> dict[str, frozenset[str]]:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from attnlab.case.errors import AttnLabError
 from attnlab.case.machine import available_bytes
-from attnlab.kernels.child_process import run_in_child, start_context
+from attnlab.kernels.child_process import ONE_THREAD, run_in_child, start_context
 from attnlab.tasks.task import (
     CRASH,
     DEVICE_LOST,
@@ -259,7 +259,6 @@ class Pool(Engine, Generic[SlotT]):
                 self._on_outcome(Outcome(key=key, status=NOT_RUN, text=text))
 
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IDLE_SHARE = 0.25  # of the time in which a task does nothing
 
 
@@ -271,7 +270,7 @@ class Worker(Slot):
 
     def __init__(self, job: bytes, gpu: str | None = None) -> None:
         self.gpu = gpu
-        context = start_context()
+        context = start_context(is_copy=gpu is None)
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         work = pickle.dumps((_serve, (job,)))
@@ -348,7 +347,7 @@ def _environment(gpu: str | None) -> Iterator[None]:
     It sees one GPU, if ``gpu`` names one. Its linear algebra uses one thread unless a variable says
     otherwise, because other workers use the other cores. Libraries read these variables when they are loaded.
     """
-    wanted = {name: os.environ.get(name, "1") for name in _THREADS}
+    wanted = {name: os.environ.get(name, "1") for name in ONE_THREAD}
     if gpu is not None:
         wanted["CUDA_VISIBLE_DEVICES"] = gpu
     before = {name: os.environ.get(name) for name in wanted}

@@ -16,7 +16,7 @@ from attnlab.mla.run import MlaResult, run_path
 from study.broken_kernel import PlantedFault, editable_source, plant_fault
 
 if TYPE_CHECKING:
-    from attnlab.show.panels.mla_panel import MlaPanel
+    from study.fault_panel import MlaPanel
 
 _SUMS = """\
     p_se = tl.exp(p_lse)
@@ -75,7 +75,7 @@ def run_faults(
 
 def mla_panel(cases: Mapping[str, MlaCase]) -> "MlaPanel":
     """Return a panel with a toggle for each case and each of its faults."""
-    from attnlab.show.panels.mla_panel import MlaPanel
+    from study.fault_panel import MlaPanel
 
     return MlaPanel(dict(cases))
 

@@ -338,8 +338,8 @@ def load_triton(interpret: bool) -> Any:
 
 def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any) -> None:
     """Run a kernel's programs, in one or several processes, according to the current LaunchPlan."""
-    kernel = function.rewrite()
-    names = inspect.signature(kernel).parameters
+    kernel = function.fn if current_probe() is None else function.rewrite()
+    names = _annotations(kernel)
     arguments = inspect.getcallargs(
         kernel, *args, **{k: v for k, v in kwargs.items() if k in names}
     )
@@ -408,6 +408,8 @@ def _launch(
     trace: Trace | LaunchLog | None = log
     if log is None and plan.watched is not None:
         trace = Trace.of(plan.watched, arguments, plan.observed.reads)
+
+    kernel = function.rewrite()
 
     def run(program: Program) -> None:
         interpreter.interpreter_builder.set_grid_idx(*program)
@@ -504,10 +506,8 @@ def _converted(kernel: Any, name: str, value: Any, memory: Memory) -> Any:
     A tensor becomes its address in ``memory``.
     """
     from triton.runtime import interpreter
-    from triton.runtime.jit import _normalize_ty
 
-    annotation = inspect.get_annotations(kernel).get(name)
-    asked = "" if annotation is None else _normalize_ty(annotation)
+    asked = _annotations(kernel)[name]
     if asked == "constexpr":
         return value
     if asked == "i64" and isinstance(value, int):
@@ -517,8 +517,27 @@ def _converted(kernel: Any, name: str, value: Any, memory: Memory) -> Any:
     return _placed(interpreter, value, memory)
 
 
+@functools.lru_cache(maxsize=256)
+def _annotations(kernel: Any) -> dict[str, str]:
+    """Return the parameters of a kernel, each with its type or "", as Triton names types."""
+    from triton.runtime.jit import _normalize_ty
+
+    found = inspect.get_annotations(kernel)
+    return {
+        name: _normalize_ty(found[name]) if found.get(name) is not None else ""
+        for name in inspect.signature(kernel).parameters
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _scalar(interpreter: Any, value: int) -> Any:
+    return interpreter._implicit_cvt(value)
+
+
 def _placed(interpreter: Any, value: Any, memory: Memory) -> Any:
     """Return a value of a kernel with the addresses of its tensors in ``memory``, also in a tuple."""
+    if type(value) is int:
+        return _scalar(interpreter, value)
     if isinstance(value, tuple):
         return interpreter._tuple_create(
             value, [_placed(interpreter, one, memory) for one in value]
@@ -604,8 +623,6 @@ def _own_failure(error: Exception) -> str:
         if not file.startswith(libraries):
             place, line = file, trace.tb_lineno
         trace = trace.tb_next
-    if Path(place).parent == Path(__file__).parent:
-        return f"attnlab's own interpreter failed at {Path(place).name}:{line}"
     triton = sys.modules["triton"]
     is_removed = isinstance(error, NotImplementedError) and Path(place).is_relative_to(
         Path(str(triton.__file__)).parent
@@ -614,5 +631,7 @@ def _own_failure(error: Exception) -> str:
     is_missing = isinstance(lacking, interpreter.InterpreterBuilder) or (
         isinstance(lacking, ModuleType) and lacking.__name__.partition(".")[0] == "triton"
     )
-    cannot = f"the interpreter of Triton {triton.__version__} cannot run this kernel"
-    return cannot if is_removed or is_missing else ""
+    if is_removed or is_missing:
+        return f"the interpreter of Triton {triton.__version__} cannot run this kernel"
+    is_own = Path(place).parent == Path(__file__).parent
+    return f"attnlab's own interpreter failed at {Path(place).name}:{line}" if is_own else ""

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from attnlab.kernels.triton.block_pointers import is_needed, patch_block_pointer
 from attnlab.kernels.triton.kernel_text import AND_CALL, CHAIN_CALL, FOR_CALL, OR_CALL, WHILE_CALL
 from attnlab.kernels.triton.lockstep.control import both, chain, either
 from attnlab.kernels.triton.run_log import Memory, RunLog, counting, iterated, values_outside
+from attnlab.kernels.triton.type_cache import cache_types, record_operations, watch_truth
 
 # bfloat16 for Triton's interpreter, whose own computes with the raw bits of bfloat16 numbers.
 #
@@ -326,131 +328,6 @@ def patch_dtypes(interpreter: Any, scope: Any) -> None:
     scope.set_attr(interpreter.tl.dtype, "to_ir", known)
 
 
-# Cache type computations of Triton's interpreter during a launch.
-#
-# For small tiles a third of the interpreter's time is spent on the names and shapes of types. These are
-# pure functions of their arguments.
-
-
-def cache_types(interpreter: Any, scope: Any) -> None:
-    """Patch Triton's type functions, through ``scope``, with cached versions."""
-    tl = interpreter.tl
-    scope.set_attr(interpreter, "_get_np_dtype", _np_dtype(interpreter._get_np_dtype))
-    scope.set_attr(tl.block_type, "__init__", _block_type(tl, tl.block_type.__init__))
-    scope.set_attr(tl.tensor, "__init__", _tensor(tl.tensor.__init__))
-    semantic = type(interpreter.interpreter_semantic)
-    scope.set_attr(semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value))
-    scope.set_attr(semantic, "expand_dims", _expand_dims(semantic.expand_dims))
-    scope.set_attr(
-        semantic, "computation_type_impl", _computation_type(semantic.computation_type_impl)
-    )
-
-
-def _np_dtype(compute: Any) -> Any:
-    """Return a cached ``_get_np_dtype``; the original builds a table of all dtypes at each call."""
-    known: dict[str, Any] = {}
-
-    def np_dtype(dtype: Any) -> Any:
-        if dtype.name not in known:
-            known[dtype.name] = compute(dtype)
-        return known[dtype.name]
-
-    return np_dtype
-
-
-def _block_type(tl: Any, compute: Any) -> Any:
-    """Return a cached ``block_type.__init__``; the original checks and formats the shape at each call."""
-    known: dict[tuple[Any, ...], tuple[Any, Any, str]] = {}
-
-    def init(block: Any, element_ty: Any, shape: Any) -> None:
-        sizes = [n.value if isinstance(n, tl.constexpr) else n for n in shape]
-        key = (element_ty.name, *sizes)
-        if key not in known:
-            compute(block, element_ty, shape)
-            known[key] = block.shape, block.numel, block.name
-        block.element_ty = element_ty
-        block.shape, block.numel, block.name = known[key]
-
-    return init
-
-
-def _tensor(compute: Any) -> Any:
-    """Return a cached ``tensor.__init__``; the original makes a constexpr of each size at each call."""
-    known: dict[str, tuple[Any, Any]] = {}
-
-    def init(tensor: Any, handle: Any, type: Any) -> None:
-        if type.name not in known:
-            compute(tensor, handle, type)
-            known[type.name] = tensor.shape, tensor.numel
-        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-        tensor.shape, tensor.numel = known[type.name]
-
-    return init
-
-
-def _broadcast(compute: Any) -> Any:
-    """Return ``broadcast_impl_value`` that finds the types of its results once for two types.
-
-    The original builds and compares tuples of constexpr at each call.
-    """
-    known: dict[tuple[str, str], tuple[Any, Any]] = {}  # None: the value is returned as it is
-
-    def broadcast(semantic: Any, lhs: Any, rhs: Any) -> Any:
-        key = (lhs.type.name, rhs.type.name)
-        if key not in known:
-            left, right = compute(semantic, lhs, rhs)
-            known[key] = (
-                None if left is lhs else left.type,
-                None if right is rhs else right.type,
-            )
-            return left, right
-        left_ty, right_ty = known[key]
-        return _spread(semantic, lhs, left_ty), _spread(semantic, rhs, right_ty)
-
-    return broadcast
-
-
-def _expand_dims(compute: Any) -> Any:
-    """Return ``expand_dims`` that finds the type of its result once for a type and an axis."""
-    known: dict[tuple[str, int], Any] = {}
-
-    def expand_dims(semantic: Any, value: Any, axis: int) -> Any:
-        if not value.type.is_block():
-            return compute(semantic, value, axis)
-        key = (value.type.name, axis)
-        if key not in known:
-            found = compute(semantic, value, axis)
-            known[key] = found.type
-            return found
-        return semantic.tensor(semantic.builder.create_expand_dims(value.handle, axis), known[key])
-
-    return expand_dims
-
-
-def _spread(semantic: Any, value: Any, type: Any) -> Any:
-    """Return a value with the shape of a type, or itself for None."""
-    if type is None:
-        return value
-    if value.type.is_block():
-        handle = semantic.builder.create_broadcast(value.handle, type.shape)
-    else:
-        handle = semantic.builder.create_splat(type, value.handle)
-    return semantic.tensor(handle, type)
-
-
-def _computation_type(compute: Any) -> Any:
-    """Return a cached ``computation_type_impl``, the dtype of an operation on two scalar types."""
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def computation_type(semantic: Any, a_ty: Any, a_is_scalar: Any, b_ty: Any, *rest: Any) -> Any:
-        key = (a_ty.name, a_is_scalar, b_ty.name, *rest)
-        if key not in known:
-            known[key] = compute(semantic, a_ty, a_is_scalar, b_ty, *rest)
-        return known[key]
-
-    return computation_type
-
-
 # Verb, pointers, mask, bytes of an element: own addresses, mask.
 Placed = Callable[[str, Any, Any, int], tuple[Any, Any]]
 
@@ -575,7 +452,7 @@ class _Launch:
         key = (name, self.langs, frozenset(found))
         kept = _KEPT.get(key) if name else None
         if kept is None or any(getattr(o, n, _MISSING) is not before for o, n, before, _ in kept):
-            kept = _patched(interpreter, function, self.extension, is_first=not self.langs)
+            kept = _patched(interpreter, function, self.extension, name, is_first=not self.langs)
             if name:
                 _KEPT[key] = kept
         else:
@@ -623,7 +500,7 @@ def language(
 
 
 def _patched(
-    interpreter: Any, function: Any, extension: Extension | None, *, is_first: bool
+    interpreter: Any, function: Any, extension: Extension | None, name: str, *, is_first: bool
 ) -> list[Change]:
     """Patch the language as Triton does for a function, and return the changes.
 
@@ -632,6 +509,8 @@ def _patched(
     the dimension first. A float is no index, as for Triton's compiler.
     """
     scope = interpreter._patch_lang(function)
+    if name:
+        record_operations(interpreter, scope, name)
     scope.set_attr(
         interpreter.tl.tensor, "__index__", lambda scalar: operator.index(scalar.handle.data.item())
     )
@@ -652,6 +531,7 @@ def _patched(
         if extension is not None:
             extension.patch_builder(scope)
         scope.set_attr(interpreter.InterpretedFunction, "__call__", _call(interpreter))
+    watch_truth(interpreter, scope)
     before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
     for one, name, value in scope._changes:
         value = _MISSING if value is interpreter._MISSING else value
@@ -697,16 +577,26 @@ def _skip_overflow_checks(interpreter: Any, scope: Any) -> None:
 
 def _make_handles(interpreter: Any, scope: Any) -> None:
     """Count the operations of a launch, each of which makes a handle, and round those of bfloat16."""
-    check = interpreter.TensorHandle.__post_init__
+    check, pointer = interpreter.TensorHandle.__post_init__, interpreter.tl.pointer_type
+    largest: dict[str, float] = {}  # bytes of an element, by the name of the type
 
-    def made(handle: Any) -> None:
-        _LAUNCHES[-1].observed.operated()
-        if is_bfloat16(handle.dtype):
-            handle.data = rounded(handle.data)
-        else:
+    def made(handle: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+        log = _LAUNCHES[-1].observed
+        log.operations += 1
+        if log.budget is not None:
+            log.budget.spend()
+        name = dtype.name
+        if name == NAME:
+            handle.data = rounded(data)
+            return
+        if name not in largest:
+            is_pointer = isinstance(dtype, pointer)
+            largest[name] = math.inf if is_pointer else max(1, dtype.primitive_bitwidth // 8)
+        if data.itemsize > largest[name]:
             check(handle)
 
-    scope.set_attr(interpreter.TensorHandle, "__post_init__", made)
+    scope.set_attr(interpreter.TensorHandle, "__init__", made)
 
 
 def _watch(interpreter: Any, scope: Any) -> None:

@@ -80,11 +80,12 @@ class OperationLog:
     operations: int = 0
     budget: Budget | None = None
 
-    def operated(self) -> None:
-        """Count an operation."""
-        self.operations += 1
+    def operated(self, number: int = 1) -> None:
+        """Count operations."""
+        self.operations += number
         if self.budget is not None:
-            self.budget.spend()
+            for _ in range(number):
+                self.budget.spend()
 
     def multiply(self, left: Any, right: Any) -> Any:
         """Return left × right as NumPy computes it; note an int32 overflow."""
@@ -108,6 +109,11 @@ def counting(log: OperationLog) -> Iterator[None]:
         yield
     finally:
         _RUNNING.pop()
+
+
+def running_log() -> OperationLog:
+    """Return the log of the launch that runs."""
+    return _RUNNING[-1]
 
 
 def iterated(value: Any = None) -> Any:
@@ -381,6 +387,11 @@ def other_outside(number: float = 56) -> Iterator[None]:
         yield
     finally:
         _OUTSIDE.reset(token)
+
+
+def outside_number() -> float:
+    """Return the number of :func:`other_outside` here."""
+    return _OUTSIDE.get()
 
 
 class Accesses(Protocol):

@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -361,10 +363,28 @@ class _Signature:
 
 def _signature(source: Source, module: str, function: str) -> _Signature | None:
     """Return the names of a function of a module of ops; None if the release does not have it."""
-    folders = (source.root / name for name in source.ops_folders)
-    files = (file for folder in folders for file in os.scandir(folder) if file.is_file())
-    changed = hash(tuple((file.name, file.stat().st_mtime_ns) for file in files))
+    seen = _SEEN.get()
+    changed = None if seen is None else seen.get(source)
+    if changed is None:
+        folders = (source.root / name for name in source.ops_folders)
+        files = (file for folder in folders for file in os.scandir(folder) if file.is_file())
+        changed = hash(tuple((file.name, file.stat().st_mtime_ns) for file in files))
+        if seen is not None:
+            seen[source] = changed
     return _read_signature(source, module, function, changed)
+
+
+_SEEN: ContextVar[dict[Source, int] | None] = ContextVar("seen", default=None)
+
+
+@contextmanager
+def unchanged_sources() -> Iterator[None]:
+    """Look once inside the block whether the files of a source changed."""
+    token = _SEEN.set({})
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
 
 
 @lru_cache(maxsize=256)

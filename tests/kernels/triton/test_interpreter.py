@@ -24,10 +24,10 @@ from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.interpreter import load_triton
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.lockstep.launch import using_lockstep
-from attnlab.kernels.triton.patches import _broadcast, _computation_type
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.replay import Replay
 from attnlab.kernels.triton.run_log import Budget, TooLong, limited, limiting_reruns
+from attnlab.kernels.triton.type_cache import _broadcast, _computation_type
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:

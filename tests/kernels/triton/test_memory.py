@@ -153,7 +153,7 @@ def test_an_error_of_the_lab_is_not_the_kernels(monkeypatch) -> None:
         shifted[(1,)](out, out, 0, SIZE=8)
 
 
-def test_what_triton_cannot_interpret_is_named(monkeypatch) -> None:
+def test_what_triton_cannot_interpret_is_named(monkeypatch, no_records) -> None:
     """An operation that the builder of this Triton lacks is a limit of the interpreter."""
     from triton import __version__
 

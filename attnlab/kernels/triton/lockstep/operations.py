@@ -6,9 +6,11 @@ operands must have the same number of axes, and every value the shape of its typ
 What is not listed here is refused.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,8 @@ def sum_handle_type(interpreter: Any) -> Any:
                 total = self.parts[0]
                 for part in self.parts[1:]:
                     total = total + part
-                self._sum = np.broadcast_to(total, self.shape)
+                same = total.shape == self.shape
+                self._sum = total if same else np.broadcast_to(total, self.shape)
             return self._sum
 
     return SumHandle
@@ -99,7 +102,13 @@ def _joined(parts: list[Any]) -> list[Any]:
 
 def _spread(data: Any, shape: tuple[int, ...]) -> Any:
     """Return an array (P or 1, …) with the shape of a block after its first axis."""
-    return np.broadcast_to(data, (data.shape[0], *shape))
+    wanted = (data.shape[0], *shape)
+    return data if data.shape == wanted else np.broadcast_to(data, wanted)
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an operation on arrays of two shapes."""
+    return one if one == other else np.broadcast_shapes(one, other)
 
 
 def _rank(data: Any, shape: tuple[int, ...]) -> Any:
@@ -170,8 +179,8 @@ class Operations:
         known |= {"create_masked_load", "create_masked_store"}  # of the batch's memory
         for name in _ELEMENTWISE:
             if hasattr(builder, f"create_{name}"):
-                compute = getattr(builder, f"create_{name}")
-                scope.set_attr(builder, f"create_{name}", _same_rank(handle, compute))
+                compute = _same_rank(handle, getattr(builder, f"create_{name}"))
+                scope.set_attr(builder, f"create_{name}", self._direct(compute))
         for name in ("sdiv", "srem"):
             divide = getattr(builder, f"create_{name}")
             scope.set_attr(builder, f"create_{name}", _positive(divide))
@@ -200,17 +209,20 @@ class Operations:
     def _checked(self, make: Any) -> Any:
         """Return a ``tensor.__init__`` that checks the shape of each value against its type."""
 
-        known: dict[str, tuple[tuple[int, ...], int]] = {}
+        known: dict[str, tuple[Any, Any, Any, tuple[int, ...], int]] = {}
 
         def init(tensor: Any, handle: Any, type: Any) -> None:
-            make(tensor, handle, type)
-            if handle is None:  # of a store
-                return
             found = known.get(type.name)
             if found is None:
+                make(tensor, handle, type)
                 sizes = tuple(type.shape) if type.is_block() else ()
-                found = known[type.name] = sizes, int(np.prod(sizes, initial=1))
-            sizes, elements = found
+                elements = int(np.prod(sizes, initial=1))
+                found = tensor.shape, tensor.numel, tensor.dtype, sizes, elements
+                known[type.name] = found
+            tensor.handle, tensor.type = handle, type
+            tensor.shape, tensor.numel, tensor.dtype, sizes, elements = found
+            if handle is None:  # of a store
+                return
             shape, batch = shape_of(handle), running()
             if shape[1:] != sizes or (shape[0] != 1 and shape[0] != batch.size):
                 raise Refused(f"a value of shape {shape} for {batch.size} programs and {type.name}")
@@ -218,6 +230,27 @@ class Operations:
                 batch.check_size(elements)
 
         return init
+
+    def _direct(self, compute: Any) -> Any:
+        """Return an operation that calls a function of NumPy at once, if it is one on two arrays."""
+        interpreter, handle = self._interpreter, self._handle
+        try:
+            function = compute(_Asked(), _NO_DATA, _NO_DATA)
+        except Exception:
+            return compute
+        if not isinstance(function, np.ufunc):
+            return compute
+
+        def operation(builder: Any, left: Any, right: Any) -> Any:
+            one, other = left.data, right.data
+            if one.ndim != other.ndim or one.dtype.kind == "b":
+                return compute(builder, left, right)
+            data, dtype = function(one, other), left.dtype.scalar
+            if not interpreter._validate_np_data_size(data, dtype):
+                data = data.astype(interpreter._get_np_dtype(dtype))
+            return handle(data, dtype)
+
+        return operation
 
     def _transposed(self, tensor: Any) -> Any:
         tl, block = self._interpreter.tl, list(tensor.type.shape)
@@ -248,7 +281,7 @@ class Operations:
 
     def _add(self, builder: Any, left: Any, right: Any) -> Any:
         _check_ranks(left, right)
-        found = self._summed(left, right)
+        found = self._summed(left, right) if len(shape_of(left)) > 1 else None
         return builder.binary_op(left, right, np.add) if found is None else found
 
     def _summed(self, left: Any, right: Any) -> Any:
@@ -257,7 +290,7 @@ class Operations:
         dtype = parts[0].dtype
         if dtype not in (np.int32, np.int64) or any(part.dtype != dtype for part in parts):
             return None
-        shape = np.broadcast_shapes(shape_of(left), shape_of(right))
+        shape = _common(shape_of(left), shape_of(right))
         if not _is_worth_it(parts, shape) or (dtype == np.int32 and _may_overflow(parts)):
             return None
         return self._sum(_joined(parts), shape, left.dtype.scalar)
@@ -267,7 +300,7 @@ class Operations:
         width = np.uint64(max(1, pointer.get_element_ty().primitive_bitwidth // 8))
         offsets = [part.astype(np.uint64) * width for part in _parts(offset)]
         parts = _joined([*_parts(pointer), *offsets])
-        shape = np.broadcast_shapes(shape_of(pointer), shape_of(offset))
+        shape = _common(shape_of(pointer), shape_of(offset))
         found = self._sum(parts, shape, pointer.dtype)
         return found if _is_worth_it(parts, shape) else self._handle(found.data, pointer.dtype)
 
@@ -330,8 +363,19 @@ class Operations:
             raise Refused("an assertion that fails")
 
 
+class _Asked:
+    """A builder that returns the function which an operation on two arrays applies."""
+
+    def binary_op(self, left: Any, right: Any, function: Any) -> Any:
+        """Return the function."""
+        return function
+
+
+_NO_DATA = SimpleNamespace(data=None, dtype=None)
+
+
 def _is_worth_it(parts: list[Any], shape: tuple[int, ...]) -> bool:
-    return bool(np.prod(shape, dtype=np.int64) > 2 * sum(part.size for part in parts))
+    return bool(math.prod(shape) > 2 * sum(part.size for part in parts))
 
 
 def _may_overflow(parts: list[Any]) -> bool:
@@ -340,7 +384,8 @@ def _may_overflow(parts: list[Any]) -> bool:
 
 
 def _check_ranks(*handles: Any) -> None:
-    if len({len(shape_of(one)) for one in handles}) > 1:
+    first, *rest = map(shape_of, handles)
+    if any(len(one) != len(first) for one in rest):
         raise Refused("an operation on values with different numbers of axes")
 
 

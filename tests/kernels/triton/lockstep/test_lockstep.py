@@ -125,7 +125,7 @@ def test_as_many_programs_as_elements(kernels, programs):
     assert not run_both(kernels.shapes, (programs,), source, scale, tiles, SIZE=8).alone
 
 
-def test_an_extension_to_the_left_is_refused(kernels, monkeypatch):
+def test_an_extension_to_the_left_is_refused(kernels, monkeypatch, no_records):
     """A scalar of each of 8 programs that is not made a block of 8 would be added along the tile."""
     from triton.language.semantic import TritonSemantic
 
