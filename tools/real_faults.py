@@ -37,6 +37,7 @@ A fault of a kind that the unchanged op shows on the same case does not count.
 """
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
@@ -79,7 +80,6 @@ from attnlab.diagnosis.trials import FULL
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes
-from attnlab.kernels.triton.kernel_text import enclosing_statement
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
 from attnlab.show import sheets
@@ -558,6 +558,18 @@ def place_of(order: dict[str, Any], root: Path, located: list[list[Any]]) -> dic
     found = [rank_of(lines, file.read_text(), line) for line in planted]
     at = min((one for one in found if one is not None), default=None)
     return {"rank": rank_name(at, len(lines)), "at": at, "located_lines": lines}
+
+
+def enclosing_statement(text: str, line: int) -> range:
+    """Return the lines of the innermost statement of a module at a line; of a block, those of its head."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            if line <= last:
+                found = range(node.lineno, max(last, node.lineno) + 1)
+    return found
 
 
 def rank_of(lines: list[int], text: str, line: int) -> int | None:

@@ -4,11 +4,12 @@ import shutil
 import subprocess
 
 import pytest
-from helpers.commands import SMALL, document, error_line, printed
+from helpers.commands import SMALL, document, error_line, one_parser, printed
 
 from attnlab import __version__
 from attnlab.case.case import Case
 from attnlab.case.platforms import PLATFORMS, STAGES
+from attnlab.cli import main as command_line
 from attnlab.cli.main import COMMANDS, main
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
@@ -19,7 +20,8 @@ CATALOGUES = {"stages": STAGES, "platforms": PLATFORMS, "defects": DEFECTS}
 
 
 @pytest.mark.parametrize("command", CATALOGUES)
-def test_every_entry_is_listed_and_explained(capsys, command):
+def test_every_entry_is_listed_and_explained(capsys, monkeypatch, command):
+    monkeypatch.setattr(command_line, "make_parser", one_parser)
     everything = document(capsys, [command], 0)
     assert list(everything) == list(CATALOGUES[command])
     text = printed(capsys, [command], 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.bad_input import CASE_FLAGS, OF_CATALOGUES, OWN_FLAGS, WITH_CASE, refused
-from helpers.commands import SMALL, error_line, strict_json
+from helpers.commands import SMALL, error_line, one_parser, strict_json
 
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import OP_ARGUMENTS
@@ -25,7 +25,9 @@ HEAVY = ("torch", "triton", "matplotlib", "numpy", "vllm")
 # Runs each command line in a forked process; prints the exit code and the heavy modules of each.
 FORKS = """
 import contextlib, io, json, os, sys
-from attnlab.cli.main import main
+from attnlab.cli import main as command_line
+parser = command_line.make_parser()
+command_line.make_parser = lambda: parser
 lines, heavy = json.load(sys.stdin)
 for argv in lines:
     if os.fork():
@@ -34,7 +36,7 @@ for argv in lines:
     sys.stdin = io.StringIO("")
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            code = main(argv)
+            code = command_line.main(argv)
         except SystemExit as stopped:
             code = stopped.code
     print(json.dumps([code, [name for name in heavy if name in sys.modules]]), flush=True)
@@ -73,6 +75,7 @@ def test_what_needs_no_tensors_imports_no_heavy_module(tmp_path):
 )
 def test_a_wrong_case_is_one_line(capsys, monkeypatch, command, argv, words):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr(command_line, "make_parser", one_parser)
     assert starts_with(words, error_line(capsys, [command, *argv]))
 
 
@@ -83,6 +86,7 @@ def test_a_wrong_case_is_one_line(capsys, monkeypatch, command, argv, words):
 )
 def test_bad_input_is_one_line(capsys, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line, "make_parser", one_parser)
     assert starts_with(words, error_line(capsys, argv))
     assert [*tmp_path.iterdir()] == []
 

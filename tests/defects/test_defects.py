@@ -1,6 +1,7 @@
 """Each defect changes the rows that it touches and no others, and predicts what wrong kernels compute."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -86,10 +87,20 @@ def problems() -> dict[str, Problem]:
     return {name: make_problem(case) for name, case in VARIANTS.items()}
 
 
+def small(case: Case) -> Case:
+    """Return a Case with heads of 16 elements, and five of the twelve sequences of a hostile one."""
+    pairs = [*zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)]
+    if len(pairs) == 12:
+        pairs = [pairs[i] for i in (0, 1, 4, 8, 9)]
+    query_lens, ctx_lens = zip(*pairs, strict=True)
+    changes = {"query_lens": query_lens, "ctx_lens": ctx_lens, "num_blocks": None}
+    return case.replace(head_size=16, **changes)
+
+
 @pytest.fixture(scope="module")
 def small_problems() -> list[tuple[Problem, Rows]]:
-    """Build the problem of each variant with heads of 16 elements, and its correct rows."""
-    found = [make_problem(case.replace(head_size=16)) for case in VARIANTS.values()]
+    """Build the problem of each variant with heads of 16 elements and few sequences, and its correct rows."""
+    found = [make_problem(small(case)) for case in VARIANTS.values()]
     return [(one, [(rows, one.correct(rows)) for rows in all_rows(one)]) for one in found]
 
 
@@ -433,13 +444,14 @@ NEW = {
 }
 
 
+right_run = functools.cache(lambda case: correct_run(LAB, case))
+
+
 def names_of(case: Case, planted: str, without: bool) -> list[str]:
     """Plant a defect and return the explanations, with or without it among the candidates."""
-    lab = Lab()
-    problem, output = correct_run(lab, case)
-    wrong = plant(problem, output, DEFECTS[planted], "all")
+    wrong = plant(*right_run(case), DEFECTS[planted], "all")
     defects = [defect for name, defect in DEFECTS.items() if not (without and name == planted)]
-    diagnosis = diagnose(case, wrong, lab=lab, defects=defects, propose=False)
+    diagnosis = diagnose(case, wrong, lab=LAB, defects=defects, propose=False)
     assert diagnosis.is_wrong
     return [candidate.name for candidate in diagnosis.explanations]
 
@@ -453,11 +465,10 @@ def test_a_planted_defect_is_named_and_nothing_else_is(name):
 
 def test_every_variant_of_a_tile_is_named():
     """The diagnosis finds the size of the tile, too."""
-    lab = Lab()
-    problem, output = correct_run(lab, PLAIN)
+    problem, output = right_run(PLAIN)
     for variant in DEFECTS["accumulator_not_rescaled"].expand()[:3]:
         wrong = plant(problem, output, variant, "all")
-        cause = diagnose(PLAIN, wrong, lab=lab, propose=False).cause
+        cause = diagnose(PLAIN, wrong, lab=LAB, propose=False).cause
         assert cause is not None
         assert cause.text == variant.text
 

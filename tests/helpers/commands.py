@@ -1,11 +1,13 @@
 """Commands: run the command line in this process and check its exit code and its streams."""
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import pytest
 
+from attnlab.cli import main as command_line
 from attnlab.cli.main import main
 
 SMALL = (
@@ -14,6 +16,10 @@ SMALL = (
 )
 FAILING = (*SMALL, "--stage", "int32_before_cumsum")
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
+
+
+# A parser for tests of many command lines without --help, which changes it.
+one_parser = functools.cache(command_line.make_parser)
 
 
 def strict_json(text: str) -> Any:

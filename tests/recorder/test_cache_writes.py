@@ -19,7 +19,6 @@ from attnlab.recorder.failure_report import report_failure
 
 BLOCKS, SIZE, HEADS, WIDTH = 8, 16, 2, 32
 SLOTS = torch.tensor([37, 3, -1, 90, 91])  # the third token is padding
-FAULTS = ("", "shift", "skip", "exchange", "other_head", "extra", "half")
 
 
 def plain(name, fault, key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):

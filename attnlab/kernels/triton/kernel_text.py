@@ -129,18 +129,6 @@ def statement_lines(text: str) -> dict[int, int]:
     return found
 
 
-def enclosing_statement(text: str, line: int) -> range:
-    """Return the lines of the innermost statement of a module at a line; of a block, those of its head."""
-    found = range(line, line + 1)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            body = getattr(node, "body", None)
-            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
-            if line <= last:
-                found = range(node.lineno, max(last, node.lineno) + 1)
-    return found
-
-
 def statement_texts(text: str) -> dict[int, str]:
     """Return the text of each statement by its first line; of a block, that of its head."""
     found: dict[int, str] = {}

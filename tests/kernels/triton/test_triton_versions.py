@@ -1,7 +1,6 @@
 """Every supported Triton gives the same findings, each in an environment of its own."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -123,24 +122,27 @@ def test_a_scalar_is_a_loop_bound_with_every_triton(monkeypatch: pytest.MonkeyPa
     assert out.tolist() == [1, 2, 9, 9]
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_the_device_decides_whether_triton_interprets(wanted):
+def test_the_device_decides_whether_triton_interprets():
     """A worker for a GPU may inherit the variable of a process that interprets, and the reverse.
 
     Afterwards the other way is refused, and the error names the variable to set.
     """
-    code = (
-        "from attnlab.case.errors import Unavailable\n"
-        "from attnlab.kernels.triton.interpreter import is_interpreting, load_triton\n"
-        f"load_triton(interpret={wanted})\n"
-        "print(is_interpreting())\n"
-        f"try: load_triton(interpret={not wanted})\n"
-        "except Unavailable as error: print(error)"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "0" if wanted else "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    is_interpreting, refusal = ran.stdout.splitlines()
-    assert is_interpreting == str(wanted)
-    assert f"set TRITON_INTERPRET={int(not wanted)} before it is imported" in refusal
+    code = """
+import os
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.interpreter import is_interpreting, load_triton
+for wanted in (False, True):
+    if os.fork():
+        os.wait()
+        continue
+    os.environ["TRITON_INTERPRET"] = "0" if wanted else "1"
+    load_triton(interpret=wanted)
+    print(is_interpreting(), end=": ")
+    try: load_triton(interpret=not wanted)
+    except Unavailable as error: print(error, flush=True)
+    os._exit(0)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for wanted, line in zip((False, True), ran.stdout.splitlines(), strict=True):
+        assert line.startswith(f"{wanted}: ")
+        assert f"set TRITON_INTERPRET={int(not wanted)} before it is imported" in line
