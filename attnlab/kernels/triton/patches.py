@@ -473,6 +473,15 @@ class _Launch:
 _LAUNCHES: list[_Launch] = []  # that run, the innermost last
 
 
+@functools.cache
+def _linear_algebra() -> Any:
+    """Return what limits the threads of NumPy's linear algebra: for a tile of a kernel, they wait for each
+    other most of the time."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
+
+
 @contextmanager
 def language(
     interpreter: Any,
@@ -492,7 +501,7 @@ def language(
     _LAUNCHES.append(launch := _Launch(observed, launched, memory, extension))
     try:
         launch.patch_module(interpreter, kernel)
-        with counting(observed):
+        with counting(observed), _linear_algebra().limit(limits=1):
             yield
     finally:
         launch.restore()

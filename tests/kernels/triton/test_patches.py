@@ -4,11 +4,13 @@ import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.saved_calls import call_of
 from helpers.sources import of_release
 from helpers.triton_example import planted
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
@@ -97,6 +99,24 @@ def test_a_dot_product_adds_in_float32() -> None:
     exact = a.double() @ b.double()
     assert (out.double() - exact).abs().max() < 2e-5
     assert not torch.equal(out, out.bfloat16().float())
+
+
+def test_linear_algebra_of_a_kernel_has_one_thread(monkeypatch) -> None:
+    """And as many as before after the launch; several for a tile made a diagnosis five times as slow."""
+    matmul, seen = np.matmul, []
+
+    def threads() -> set[int]:
+        return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
+
+    def noting(*args, **named):
+        seen.append(threads())
+        return matmul(*args, **named)
+
+    monkeypatch.setattr(np, "matmul", noting)
+    with threadpool_limits(limits=2, user_api="blas"):
+        run(product, *torch.zeros(2, 16, 16), torch.zeros(16, 16), SIZE=16)
+        assert (seen, threads()) == ([{1}] * len(seen), {2})
+    assert seen
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0, 3.3e38, -1e-40])
