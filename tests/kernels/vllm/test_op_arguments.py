@@ -37,10 +37,6 @@ KNOWN = {
         ("int4_per_token_head", mask)
         for mask in ("ranges_in_window", "prefix_and_window", "chunks")
     ),
-    (
-        "fp8_per_token_head",
-        "bidirectional",
-    ),  # values are masked by the window of a block's first row
 }
 # Arguments without an effect on the result, because only where or how the op works depends on them.
 NEUTRAL = {
