@@ -460,18 +460,14 @@ def _judge(
     plain = (*about_values, *pattern(setup, measured, expected, usable.owners, usable.law))
     if not coarse and usable.magnitudes is not None and usable.magnitudes.text:
         plain = (*plain, usable.magnitudes.text)
-    if search.descriptions and not (
-        all(
-            (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
-            for rule in search.descriptions[0].rules
-        )
-    ):
+    if search.descriptions and not _is_rounding(search.descriptions[0], setup):
         kept, confirmed = second.confirmed(search, faults)
         first = search.descriptions[0].text
-        if why := _why_not_stated(usable, search.descriptions[0], confirmed):
+        why = _why_not_stated(usable, search.descriptions[0], confirmed)
+        if why and not coarse:
             words = f"cannot decide: the weights fit “{first}”, but {why}"
             return _Verdict(status="undecided", search=search, sentences=(words, *plain))
-        if kept.descriptions:
+        if kept.descriptions and not why:
             lines = (*_stated(kept, confirmed, setup), *plain)
             return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
         if not coarse:
@@ -486,6 +482,14 @@ def _judge(
         f"cannot decide: none of {search.tried} descriptions explains the weights within the bound"
     )
     return _Verdict(status="undecided", search=search, sentences=(words, *plain))
+
+
+def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
+    """Answer whether a description only has factors that are 1 up to the rounding of a constant."""
+    return all(
+        (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
+        for rule in one.rules
+    )
 
 
 def _why_not_stated(usable: UsableRows, one: Description, confirmed: bool | None) -> str:
