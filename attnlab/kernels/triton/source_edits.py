@@ -167,11 +167,12 @@ class Parts:
         if cost == 1:
             yield from self._rescaled(statement)
         if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
-            target, text = ast.unparse(statement.target), ast.unparse(statement.value)
             if cost == 2:
-                yield statement.value, f"(-({text}))"
-            factors = _nearest(self._factors, statement)[:_MOST_FACTORS] if cost == 3 else ()
-            yield from ((statement, f"{target} = {target} * {one} + ({text})") for one in factors)
+                yield statement.value, f"(-({ast.unparse(statement.value)}))"
+            if cost == 3:
+                yield from _with_factors(
+                    statement, _nearest(self._factors, statement)[:_MOST_FACTORS]
+                )
 
     def _rescaled(self, statement: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         """Yield what a statement adds to, rescaled as another sum is, or by a name that nothing reads."""
@@ -179,8 +180,7 @@ class Parts:
         names = dict.fromkeys([*self._rescales, *dead[:_MOST_DEAD]])
         factors = [text for one in names for text in (f"{one}[:, None]", one)]
         if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
-            target, text = ast.unparse(statement.target), ast.unparse(statement.value)
-            yield from ((statement, f"{target} = {target} * {one} + ({text})") for one in factors)
+            yield from _with_factors(statement, factors)
         elif isinstance(statement, ast.Assign):
             target = ast.unparse(statement.targets[0])
             for node in ast.walk(statement.value):
@@ -219,6 +219,14 @@ class Parts:
             yield from (f"(({text}) - ({one}))" for one in terms[:_MOST_FACTORS])
             yield f"(({text}) * {_LOG2_E})"
         yield from (f"(({text}) + 1)", f"(({text}) - 1)")
+
+
+def _with_factors(
+    statement: ast.AugAssign, factors: Sequence[str]
+) -> Iterator[tuple[ast.stmt, str]]:
+    """Yield a statement that adds, with what it adds to multiplied by each of some factors first."""
+    target, text = ast.unparse(statement.target), ast.unparse(statement.value)
+    yield from ((statement, f"{target} = {target} * {one} + ({text})") for one in factors)
 
 
 def _base(statement: ast.Assign | ast.AugAssign) -> str | None:
