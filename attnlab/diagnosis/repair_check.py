@@ -39,6 +39,7 @@ _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
 _FEWEST = (
     10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
 )
+_MOST_CASES = 100  # about as many as there can be
 _PROOFS_OF_CORE = 2  # that a core runs at a time
 _MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few
 _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
@@ -226,6 +227,7 @@ class Proofs:
 
 
 def _proofs_of(lab: Lab, case: Case) -> Proofs:
+    lab.shared.keep = max(lab.shared.keep, _MOST_CASES)  # every edit runs the cases again
     further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
     own, varied, large = (
         [_CaseProof(lab=lab, case=one) for one in cases]

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import cycle, islice
 from typing import Any
 
@@ -313,6 +314,7 @@ class Repair:
         """Answer whether it changes a maximum or a minimum of tiles, or what one is taken of."""
         return self.edit.is_in_maximum(self.text) if self.text else False
 
+    @lru_cache(maxsize=64)  # noqa: B019 -- many cases run the same few edits
     def texts(self, observer: str = "") -> dict[Line, str]:
         """Return the edited text of the function by the place of the function, for a Probe.
 
