@@ -26,7 +26,6 @@ from attnlab.case.ops import OPS
 from attnlab.case.shown import renderer
 from attnlab.checker.check import check
 from attnlab.checker.finding import Finding
-from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.trials import FULL
 from attnlab.kernels.vllm.features import op_functions
@@ -167,13 +166,9 @@ def outcome(
 
 
 def _diagnosed(finding: Finding, library: str, root: Path) -> str:
-    """Return what ``diagnose`` says of the Case that showed a finding first, or of a saved write."""
+    """Return what ``diagnose`` says of the Case that showed a finding first."""
     case = (finding.first or finding.case).replace(backend=f"library:{library}")
-    lab = Lab(source=root)
-    if case.spec.writes_cache:
-        call = lab.run(case).recorded_call
-        return renderer().plain(diagnose_captured(call, case, runner=lab.backend(case)))
-    return renderer().plain(diagnose(case, lab=lab, limit=FULL))
+    return renderer().plain(diagnose(case, lab=Lab(source=root), limit=FULL))
 
 
 def _key(finding: Finding) -> Key:

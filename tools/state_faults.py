@@ -82,6 +82,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--source", action="append", required=True, metavar="LIBRARY=PATH")
+    parser.add_argument("--hand", type=Path, default=PLANTED, help="the file of faults by hand")
+    parser.add_argument("--only", default="", help="a part of the names of faults by hand")
     parser.add_argument("--no-hand", action="store_true", help="only faults by rule")
     parser.add_argument("--rules", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -89,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     given = dict(one.split("=", 1) for one in args.source)
     sources = {name: find_source(path, package_of(name)) for name, path in given.items()}
-    faults, done, usual = json.loads(PLANTED.read_text()), [], {}
+    faults, done, usual = json.loads(args.hand.read_text()), [], {}
 
     def add(fault: dict[str, str], text: str, by: str) -> bool:
         source, began = sources[STATE_OPS[fault["op"]].library], time.perf_counter()
@@ -106,7 +108,7 @@ def main() -> None:
         print(json.dumps(done[-1])[:900], file=sys.stderr, flush=True)
         return bool(new)
 
-    for fault in [] if args.no_hand else faults:
+    for fault in [] if args.no_hand else [one for one in faults if args.only in one["name"]]:
         file = file_of(sources[STATE_OPS[fault["op"]].library], fault["file"])
         text = file.read_text()
         if text.count(fault["before"]) < 1:

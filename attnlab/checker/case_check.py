@@ -49,12 +49,12 @@ from attnlab.checker.finding import BEYOND, HORIZON, UNNAMED, Finding
 from attnlab.contracts.contract import Target
 from attnlab.defects.masks import MASK_IGNORED
 from attnlab.defects.reads import argument_defects
-from attnlab.diagnosis.captured import diagnose_write
 from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import PLAIN_VALUES, find_unwritten
+from attnlab.diagnosis.written_cache import diagnose_write
 from attnlab.horizon.deployment import PRESETS, Deployment
 from attnlab.horizon.survey import Row, Survey, survey
 from attnlab.kernels.backend import Backend

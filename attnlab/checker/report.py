@@ -485,6 +485,7 @@ def merged_check(
 LIMIT = Limit(edits=600, seconds=30.0)  # of one finding
 _KINDS = (
     "wrong_output",
+    "wrong_bytes",
     "rows_not_written",
     "reads_unwritten_slots",
     "reads_freed_blocks",
@@ -523,10 +524,8 @@ def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
         return finding
     if finding.case.op_argument != NONE:
         return dataclasses.replace(finding, no_lines="an op argument is passed")
-    if finding.kind not in _KINDS or finding.case.spec.writes_cache:
-        return dataclasses.replace(
-            finding, no_lines="the fault does not show in an output of attention"
-        )
+    if finding.kind not in _KINDS:
+        return dataclasses.replace(finding, no_lines="the fault does not show in an output")
     case = finding.case.replace(backend=backend.name)
     try:
         place = with_confirmation(lab, case, locate_lines(lab, case, None, LIMIT))

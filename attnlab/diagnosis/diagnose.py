@@ -13,7 +13,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.case.fields import refuse, runs_triton
+from attnlab.case.fields import runs_triton
 from attnlab.case.op_arguments import NONE
 from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
@@ -48,6 +48,7 @@ from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
 from attnlab.diagnosis.trials import FULL, Limit
+from attnlab.diagnosis.written_cache import diagnose_write
 from attnlab.kernels.binding import scratch_full_of
 from attnlab.kernels.control import Control, controlled, repeated, rows_agree, rows_equal
 from attnlab.kernels.triton.run_log import limiting_reruns, other_outside
@@ -340,13 +341,15 @@ def diagnose(
       explanations.
     - ``limit``: of the search for the source lines of a fault, if ``output`` is None; None does not search.
 
-    Raises InvalidCall if ``output`` has another shape or dtype than the Case's output, InvalidCase for a
-    cache write. If the kernel raises for the Case, the status is "rejected".
+    Of a cache write, the output is the cache, [num_slots, num_kv_heads, 2 × head_size], and no candidates
+    are compared. Raises InvalidCall if ``output`` has another shape or dtype than the Case's output. If the
+    kernel raises for the Case, the status is "rejected".
     """
     began = time.perf_counter()
+    lab = lab or Lab()
     if case.spec.writes_cache:
-        refuse("op", "an attention op to be diagnosed", case.op)
-    defects, lab = (*defects, *argument_defects(case)), lab or Lab()
+        return _of_write(case, output, lab, limit)
+    defects = (*defects, *argument_defects(case))
     ran, kernel = None, None if rerun is None else Kernel(run=repeated(rerun))
     started, rerun_s = time.process_time(), math.inf
     if output is None:
@@ -388,6 +391,29 @@ def diagnose(
         distinction=distinction,
         seconds=time.perf_counter() - began,
     )
+
+
+def _of_write(case: Case, output: torch.Tensor | None, lab: Lab, limit: Limit | None) -> Diagnosis:
+    """Return the diagnosis of a cache write; if it ran here, with an edit of the source that repairs it.
+
+    With an op argument, the rules of slots do not apply, and only an edit is looked for.
+    """
+    began, ran = time.perf_counter(), None
+    if output is None:
+        ran = lab.run(case)
+        if ran.status == "rejected":
+            return _rejected(lab, case, str(ran.error))
+        output = ran.output
+    if case.op_argument == NONE:
+        diagnosis = diagnose_write(lab.call(case), Target.of(case), output=output)
+    else:
+        wrong = () if ran is None else ran.places()
+        status = "unexplained" if wrong else "nothing wrong"
+        diagnosis = Diagnosis(status=status, wrong_rows=len(wrong))
+    if ran is not None:
+        diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+        diagnosis = _with_location(lab, case, diagnosis, limit)
+    return dataclasses.replace(diagnosis, seconds=time.perf_counter() - began)
 
 
 def _measured(diagnosis: Diagnosis) -> str:

@@ -30,6 +30,7 @@ from attnlab.kernels.triton.probe import LaunchLog, Line
 from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.run_log import TooLong
 from attnlab.kernels.triton.source_edits import Edit, edits
+from attnlab.lab.cache_write import slot_order
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result, as_slice
 from attnlab.tensors.quantised import OUTPUT_SCALE
@@ -180,7 +181,12 @@ class TrialTarget:
 
 
 def target_of(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialTarget:
-    """Return the first tensor of a run that is wrong: the output, rows of padding, or the log-sum-exp."""
+    """Return the first tensor of a run that is wrong: the output, rows of padding, or the log-sum-exp.
+
+    Of a cache write, that is the keys or the values of the cache.
+    """
+    if case.spec.writes_cache:
+        return _of_cache(lab, case, ran, launches)
     judge = judge_of(lab, case)
     right = judge(ran.output)
     found = TrialTarget(replay=Replay(launches, ran.output.shape), judge=judge, right=right)
@@ -204,6 +210,57 @@ def judge_of(lab: Lab, case: Case) -> Judge:
         return lab.errors(own, call, expected).mismatches == 0
 
     return judge
+
+
+def _of_cache(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialTarget:
+    """Return the half of a cache that a write leaves wrong, [slots, heads, size], the keys first.
+
+    Its replay has no output if no argument of the kernels is that half, without gaps.
+    """
+    own = case.replace(atol=None, rtol=0.0)
+    call, expected = lab.call(own), lab.reference(own)
+    order = slot_order(own, lab.cache(own).provenance.block_table)
+    slots, heads = ran.output.shape[:2]
+
+    def judge_of_half(columns: slice) -> Judge:
+        def judge(half: torch.Tensor) -> torch.Tensor:
+            whole = expected.to(call.buffer.dtype, copy=True)
+            whole[..., columns] = half.view(whole.dtype)
+            call.buffer.copy_(whole)
+            right = torch.empty(slots, heads, dtype=torch.bool)
+            right[order] = lab.errors(own, call, expected).mismatches == 0
+            return right
+
+        return judge
+
+    found = []
+    for columns in (slice(case.head_size), slice(case.head_size, None)):
+        half, judge = ran.output[..., columns].contiguous(), judge_of_half(columns)
+        if not bool((right := judge(half)).all()):
+            stored = next((one for one in _arguments(launches) if _holds(one, half)), None)
+            replay = Replay(launches if stored is not None else (), half.shape, stored)
+            found.append(TrialTarget(replay=replay, judge=judge, right=right))
+    if not found:
+        right = torch.ones(slots, heads, dtype=torch.bool)
+        found = [TrialTarget(replay=Replay((), ran.output.shape), judge=judge, right=right)]
+    return next((one for one in found if one.replay.output is not None), found[0])
+
+
+def _arguments(launches: list[LaunchLog]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of launches."""
+    for launch in launches:
+        yield from (one for one in launch.arguments.values() if isinstance(one, torch.Tensor))
+
+
+def _holds(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Answer whether a tensor, in any order of its dimensions but without gaps, has the bytes of rows."""
+    extent = 1 + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    if not tensor.numel() == extent == rows.numel():
+        return False
+    if tensor.shape[-2:] != rows.shape[-2:] or tensor.element_size() != rows.element_size():
+        return False
+    own, given = (one.contiguous().view(torch.uint8).flatten() for one in (tensor, rows))
+    return torch.equal(own, given)
 
 
 def _padded(ran: Result, launches: list[LaunchLog]) -> TrialTarget | None:
@@ -251,11 +308,7 @@ def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialT
 
 def argument_at(launches: list[LaunchLog], address: int) -> torch.Tensor | None:
     """Return the tensor at an address among the arguments of launches, or None."""
-    for launch in launches:
-        for value in launch.arguments.values():
-            if isinstance(value, torch.Tensor) and value.data_ptr() == address:
-                return value
-    return None
+    return next((one for one in _arguments(launches) if one.data_ptr() == address), None)
 
 
 COSTS = (1, 2, 3)
