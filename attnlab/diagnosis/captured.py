@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case, as_case
-from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.errors import AttnLabError, DeviceLost, InvalidCall
 from attnlab.case.fields import refuse
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
@@ -201,7 +201,11 @@ def _with_runner(
         which = f"another wrong output, in {other} rows" if is_wrong else "the right output"
         text = f"whether {runner.version} is at fault: run on this call, it gives {which}"
         return _with_unknown(alone, text)
-    found = diagnose(lab.case, lab=lab, limit=limit)
+    try:
+        found = diagnose(lab.case, lab=lab, limit=limit)
+    except (torch.AcceleratorError, DeviceLost) as error:
+        text = f"a varied call broke the GPU's context: {str(error).splitlines()[0]}"
+        return _with_unknown(alone, f"what runs of {runner.version} would show: {text}")
     unknown = [text for text in alone.unknown if text != UNKNOWN_BUFFER]
     if call.is_foreign:
         found = dataclasses.replace(found, violations=Violations())

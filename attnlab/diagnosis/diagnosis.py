@@ -587,8 +587,10 @@ class Diagnosis(Shown):
     def conclusion(self) -> str:
         """Return the cause or the description in one sentence, with its source line if one is confirmed.
 
-        Equal runs that differ come first.
+        Equal runs that differ come first. Without a wrong output, it says so.
         """
+        if self.status in ("nothing wrong", "not decided", "rejected"):
+            return self._known_sentences()[0]
         if self.instability is not None:
             return f"not deterministic: {self.instability.text}"
         if self.repair is None:

@@ -113,6 +113,11 @@ class ByName:
     example: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_compiled(self) -> bool:
+        """Answer whether the function is an op of a library that has no kernels for a CPU."""
+        return getattr(self.function, "__name__", "") in COMPILED
+
+    @property
     def op(self) -> str:
         """Return the op that the function stands for: its attribute, or what its arguments fit.
 
@@ -348,13 +353,15 @@ def _trtllm_context(function: Callable[..., Any], call: KernelCall) -> Any:
 
 def _wrapper(kind: Callable[..., Any], call: KernelCall) -> Any:
     """Plan and run a wrapper of FlashInfer."""
+    is_prefill = kind.__name__.startswith("BatchPrefill")
+    if not is_prefill and bool((call.query_lens != 1).any()):
+        raise Unsupported(f"{kind.__name__} takes one new token per sequence")
     size, wrapper = call.block_size, kind(_workspace(call), "NHD")
     counts = -(-call.seq_lens // size)
     pages = [row[:count] for row, count in zip(call.block_table, counts.tolist(), strict=True)]
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[2], size)
     lists = (starts, torch.cat(pages).int(), (call.seq_lens - (counts - 1) * size).int(), *heads)
-    is_prefill = kind.__name__.startswith("BatchPrefill")
     given = {"causal": call.causal} if is_prefill else {}
     others = {**_window_left(call), "logits_soft_cap": call.softcap}
     first = (call.query_start_loc, *lists) if is_prefill else lists
@@ -371,6 +378,7 @@ NATIVE: Mapping[str, Callable[[Callable[..., Any], KernelCall], Any]] = {
     "BatchDecodeWithPagedKVCacheWrapper": _wrapper,
     "BatchPrefillWithPagedKVCacheWrapper": _wrapper,
 }
+COMPILED = frozenset([*NATIVE, "flash_attn_varlen_func"])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

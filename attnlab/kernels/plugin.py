@@ -341,6 +341,12 @@ class PluginBackend(Backend):
         return hasattr(kernel, "op")
 
     @property
+    def device(self) -> str:
+        kernel = None if self.records else self.kernel
+        is_compiled = isinstance(kernel, ByName) and kernel.is_compiled
+        return "cuda" if is_compiled and torch.cuda.is_available() else "cpu"
+
+    @property
     def ops(self) -> tuple[str, ...]:
         return tuple(one.name for one in self.records) or (self.op,)
 
@@ -409,6 +415,8 @@ class PluginBackend(Backend):
         try:
             with launching(plan), interpreting(), contained(), on_cpu:
                 returned = self._call(call, target, plan, options.argument_of)
+                if self.device == "cuda":
+                    torch.cuda.synchronize()  # raises what the kernels raise
         except AttnLabError:
             raise
         except torch.AcceleratorError as error:

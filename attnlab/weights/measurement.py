@@ -15,6 +15,7 @@ from attnlab.case.ops import check_weighs_values
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import run_backend
+from attnlab.kernels.run_call import on_device
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.weights.codes import (
@@ -288,8 +289,10 @@ def runner(
     """Return the function that runs a call on the backend and returns its output on a device."""
 
     def run(call: KernelCall) -> torch.Tensor:
-        run_backend(backend, call, target, kernels, options)
-        return call.buffer.to(device).double()
+        is_there = call.buffer.device.type == backend.device
+        there = call if is_there else on_device(call, backend.device)
+        run_backend(backend, there, target, kernels, options)
+        return there.buffer.to(device).double()
 
     return run
 

@@ -8,8 +8,9 @@ from helpers.recorded import decode_module, flashinfer_module, planned_wrapper
 
 import attnlab
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, DeviceLost, Unsupported
 from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.kernels.by_name import kernel_of
 from attnlab.kernels.run_call import backend_of_origin, run_call
 from attnlab.tensors.call import KernelCall
 
@@ -60,4 +61,28 @@ def test_a_wrapper_is_planned_and_run_again(tmp_path):
         assert torch.equal(run_call(call, runner, Case()), call.output)
         module.FAULT = False
         right = run_call(call, runner, Case())
-    assert not attnlab.diagnose(dataclasses.replace(call, output=right)).is_wrong
+    found = attnlab.diagnose(dataclasses.replace(call, output=right))
+    assert found.conclusion.startswith("nothing is wrong")
+
+
+def test_a_decode_wrapper_gets_one_new_token_per_sequence(tmp_path):
+    with flashinfer_module("prefill") as module, attnlab.capture() as calls:
+        module.run("NHD")
+        call = saved(calls, tmp_path)
+    kernel = kernel_of(type("BatchDecodeWithPagedKVCacheWrapper", (), {}))
+    assert kernel.is_compiled
+    with pytest.raises(Unsupported, match="one new token per sequence"):
+        kernel(call)
+
+
+def test_a_kernel_that_breaks_the_gpu_leaves_what_the_call_shows(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    with planned_wrapper(fault=True) as module, attnlab.capture() as calls:
+        module.run()
+        call = saved(calls, tmp_path)
+        monkeypatch.setattr("attnlab.diagnosis.captured.diagnose", broken)
+        found = diagnose_captured(call, Case(), runner=backend_of_origin(call))
+    assert found.is_wrong
+    assert any("a varied call broke the GPU's context" in text for text in found.unknown)
