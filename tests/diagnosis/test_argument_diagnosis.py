@@ -48,6 +48,7 @@ def output_of(lab, case, read=None):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.quick("int4_per_token_head")
 def test_each_wrong_read_is_described_by_its_name(name):
     """The output that a read gives is described by it; reads that change nothing are not wrong."""
     lab, case = Lab(device="cpu"), case_of(name)

@@ -56,7 +56,9 @@ def conclusion_of(case: attnlab.Case) -> str:
         ),
         ("full_blocks_only", {}, "no key counts after the last full group of 16"),
     ],
+    ids=["tiles", "window", "groups"],
 )
+@pytest.mark.quick("tiles")
 def test_a_saved_call_gets_the_statement_of_its_case(tmp_path, name, changes, words):
     lab, backend = Lab(), f"{FAULTY}:{name}"
     case = CASE.replace(backend=backend, **changes)

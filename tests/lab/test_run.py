@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -86,16 +87,16 @@ def values_of(name):
     return (True, False)
 
 
-BASES = [
-    {},
-    {"kv_cache_dtype": "fp8", "k_scale": 0.1, "platform": "gfx950"},
-    {"dtype": "float32", "reference_dtype": "float32", "release": "0.11.2"},
-    {"op": "unified_attention"},
-    {"op": "unified_attention", "sliding_window": 3},
-    {"op": "unified_attention", "mask": "ranges"},
-    {"op": "unified_attention", "mask": "tree"},
-    {"op": "reshape_and_cache_flash"},
-]
+BASES = {
+    "plain": {},
+    "fp8": {"kv_cache_dtype": "fp8", "k_scale": 0.1, "platform": "gfx950"},
+    "old": {"dtype": "float32", "reference_dtype": "float32", "release": "0.11.2"},
+    "unified": {"op": "unified_attention"},
+    "window": {"op": "unified_attention", "sliding_window": 3},
+    "ranges": {"op": "unified_attention", "mask": "ranges"},
+    "tree": {"op": "unified_attention", "mask": "tree"},
+    "write": {"op": "reshape_and_cache_flash"},
+}
 CHANGES = [(name, value) for name in FIELDS for value in values_of(name)]
 
 
@@ -119,29 +120,30 @@ def same_result(one, other):
     return maps and one.errors.message() == other.errors.message()
 
 
-@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+@pytest.mark.quick("fp8", "tree")
 def test_a_shared_lab_equals_a_new_one_for_each_field(base):
-    """Change one field at a time: a shared Lab gives the same Result as a new Lab.
+    """Change one field at a time, to two values: a shared Lab gives the same Result as a new Lab.
 
     A field that affects a product but is missing from the product's key fails here: the Lab would reuse
     the product of the previous Case.
     """
-    start, lab, compared = small(**base), Lab(), set()
+    start, lab, compared = small(**base), Lab(), Counter()
     for name, value in CHANGES:
-        case = small(**base | {name: value})
+        case = small(**base | {name: value}) if compared[name] < 2 else None
         if case is None or case == start:
             continue
         if name not in compared:  # else the product of another value of the field may be reused
             lab.run(start)
         assert same_result(lab.run(case), Lab().run(case)), (name, value)
-        compared.add(name)
+        compared[name] += 1
     assert len(compared) > 25
 
 
 @st.composite
 def walks(draw):
     """Return a few Cases; each differs from an earlier one in one to three fields."""
-    cases = [small(**draw(st.sampled_from(BASES)))]
+    cases = [small(**draw(st.sampled_from([*BASES.values()])))]
     for _ in range(draw(st.integers(2, 5))):
         changes = dict(draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=3)))
         try:
