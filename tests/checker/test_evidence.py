@@ -225,6 +225,7 @@ def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, co
     assert len(grouped_findings(*found)) == count
 
 
+@pytest.mark.slow
 def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
     """Rows at every 32nd position lose their newest key: a decode in one case, a prefill in another, and a
     row that equals its neighbour in one whose keys are equal."""
@@ -241,6 +242,7 @@ def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
     assert seen == 3
 
 
+@pytest.mark.slow
 def test_a_wrong_head_is_one_finding_in_every_layout(tmp_path):
     """A function of tensors gets its caches with the strides that a rule about addresses is tried with."""
     text = (Path(demo.KERNEL)).read_text().replace(demo.RIGHT, demo.WRONG)

@@ -202,6 +202,7 @@ def test_a_documented_limit_is_not_a_finding(source: Source) -> None:
         kinds_found(source, case)
 
 
+@pytest.mark.slow
 def test_pages_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page contains a picture of each finding, or states that there are none."""
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")

@@ -10,7 +10,6 @@ from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, faults
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import CaseRun, never_reads_empty_slots
@@ -207,22 +206,9 @@ def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert (finding["kind"], finding["diagnosis"]) == ("wrong_output", "scale_doubled")
     assert finding["seen"] == document["cases_run"] > 1
     case = Case.from_dict(finding["case"])
+    assert Lab().run(case.replace(atol=1e-3)).status == "mismatch"
     assert case.num_kv_heads in (1, 2)
     assert case.to_cli() == finding["run"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("def other(call): pass", "must have a function"),
-        ("raise ValueError('no')", "cannot run: kernel.py:1: ValueError: no"),
-        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "op must be one of"),
-    ],
-)
-def test_a_wrong_plugin_is_rejected(tmp_path: Path, text: str, words: str) -> None:
-    """A file without the function, a file that raises, an unknown op."""
-    with pytest.raises(InvalidCase, match=words):
-        planted(tmp_path, text)
 
 
 @pytest.mark.parametrize("what", ["first", "strides", "block size"])

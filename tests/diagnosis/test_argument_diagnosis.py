@@ -105,6 +105,7 @@ class LastRowFirst(WithArgument):
         return written
 
 
+@pytest.mark.slow
 def test_an_output_that_is_written_to_a_wrong_address_is_described(monkeypatch):
     """A rule beyond the catalogue is found for numbers of an op argument, and confirmed by further cases."""
     monkeypatch.setattr(

@@ -203,6 +203,7 @@ def test_a_call_that_no_case_has_is_confirmed_on_varied_calls(tmp_path, factor, 
     assert found.conclusion.startswith("scale_doubled") == (factor == 2.0)
 
 
+@pytest.mark.slow
 def test_a_rule_is_searched_for_without_a_case(tmp_path, monkeypatch):
     def refused(*given, **options):
         raise InvalidCall("mask must be one, got two", field="mask")

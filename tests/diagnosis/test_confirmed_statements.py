@@ -123,6 +123,7 @@ def test_a_name_of_a_leak_must_hold_in_further_cases():
     ],
     ids=["one", "two", "another fault", "no further case", "default scale", "always"],
 )
+@pytest.mark.quick("two", "another fault", "default scale")
 def test_features_are_stated_if_outputs_without_them_are_right(is_spoilt, features):
     def spoil(case: Case, output: torch.Tensor) -> None:
         if is_spoilt(case):

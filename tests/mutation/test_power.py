@@ -226,13 +226,3 @@ def test_shards_of_power(capsys, tmp_path):
     again = printed(capsys, [*flags, "--shard", "1/2", "--out", stores[0]], 0)
     assert again["failed"] == {}
     assert "known must not be given" in error_line(capsys, ["merge", *stores, "--known", "x"])
-
-
-def test_a_shard_needs_a_store(capsys):
-    flags = ["power", *SMALL, "--shard"]
-    assert "out must be given with shard" in error_line(capsys, [*flags, "1/2"])
-    assert "shard must be" in error_line(capsys, [*flags, "0/3"])
-
-
-def test_an_unknown_engine(capsys):
-    assert "engine must be" in error_line(capsys, ["power", *SMALL, "--engine", "locals"])
