@@ -41,7 +41,6 @@ WRONG = {
     BackendName: [
         "nonsense",
         "",
-        1,
         True,
         None,
         ["x"],
