@@ -243,6 +243,7 @@ def attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale
 '''
 
 
+@pytest.mark.slow
 def test_a_function_that_takes_tensors_is_a_runner(tmp_path, monkeypatch):
     """By its file, by its module, and as the op that the call's origin names."""
     text = WRONG + BY_NAME

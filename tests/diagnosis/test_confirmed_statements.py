@@ -71,6 +71,7 @@ def counted(case: Case, output: torch.Tensor) -> None:
     output[0] = {"zeros": 0.0, "garbage": 3.0, "nan": torch.nan}[case.empty_slots]
 
 
+@pytest.mark.slow
 def test_slots_without_a_token_that_count_are_stated():
     """Finite numbers in them change each wrong row, too; a row that is wrong anyway refutes it."""
 
@@ -236,6 +237,7 @@ def test_the_stride_of_a_slot_may_be_another():
     assert any("with slot × stride 2 in place of slot × stride 1" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_rule_of_decodes_may_fail_for_other_batches():
     """Another kernel may compute those, with another fault; the rule says that it is about decodes."""
 
