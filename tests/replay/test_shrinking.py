@@ -112,7 +112,7 @@ def test_the_time_limit(tmp_path):
 
 def test_the_command_writes_the_call(capsys, tmp_path):
     wrong, path = kernel_file(tmp_path, WRONG, "wrong"), tmp_path / "call.safetensors"
-    call_of(**LARGE).save(path)
+    call_of(**FAULTY).save(path)
     out = tmp_path / "small.safetensors"
     command = ["shrink", str(path), "--backend", wrong, "--out", str(out)]
     found = document(capsys, command, 1)
