@@ -191,7 +191,7 @@ def test_a_cache_without_new_tokens_is_the_callers_fault() -> None:
 def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Exit 0 without findings, 1 with findings; the JSON document has every field.
 
-    All cases show the fault, which has its smallest case, with few heads.
+    All cases show the fault; its smallest case is not the one that showed it first.
     """
     flags = ["--engine", "local:1", "--json"]
     assert main(["check", "--op", "unified_attention", "--cases", "1", *flags]) == 0
@@ -207,8 +207,8 @@ def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert finding["seen"] == document["cases_run"] > 1
     case = Case.from_dict(finding["case"])
     assert Lab().run(case.replace(atol=1e-3)).status == "mismatch"
-    assert case.num_kv_heads in (1, 2)
     assert case.to_cli() == finding["run"]
+    assert finding["first"] not in (None, finding["run"])
 
 
 @pytest.mark.parametrize("what", ["first", "strides", "block size"])

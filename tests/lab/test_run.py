@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from collections import Counter
 
 import pytest
 import torch
@@ -121,22 +120,22 @@ def same_result(one, other):
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
-@pytest.mark.quick("fp8", "tree")
+@pytest.mark.quick("fp8", "old", "tree", "write")
 def test_a_shared_lab_equals_a_new_one_for_each_field(base):
-    """Change one field at a time, to two values: a shared Lab gives the same Result as a new Lab.
+    """Change one field at a time: a shared Lab gives the same Result as a new Lab.
 
     A field that affects a product but is missing from the product's key fails here: the Lab would reuse
     the product of the previous Case.
     """
-    start, lab, compared = small(**base), Lab(), Counter()
+    start, lab, compared = small(**base), Lab(), set()
     for name, value in CHANGES:
-        case = small(**base | {name: value}) if compared[name] < 2 else None
+        case = small(**base | {name: value})
         if case is None or case == start:
             continue
         if name not in compared:  # else the product of another value of the field may be reused
             lab.run(start)
         assert same_result(lab.run(case), Lab().run(case)), (name, value)
-        compared[name] += 1
+        compared.add(name)
     assert len(compared) > 25
 
 
