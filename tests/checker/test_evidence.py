@@ -212,6 +212,7 @@ def test_errors_without_a_name_are_separated_by_what_the_outputs_hold():
 @pytest.mark.parametrize(
     ("condition", "count"), [("is_decode", 1), ("is_decode != has_cap", 2)], ids=["one", "two"]
 )
+@pytest.mark.quick("two")
 def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, count):
     """Decodes lose their newest key without a soft cap, prefills lose it with one."""
     backend = planted(tmp_path, without_newest_key(condition))
