@@ -237,6 +237,7 @@ my_attention.kv_cache_dtypes = ("auto",)
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_of_an_imported_module_are_interpreted(tmp_path):
     """With TRITON_INTERPRET=0, an adapter of kernels elsewhere is checked, and its reads are traced."""
