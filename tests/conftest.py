@@ -68,11 +68,24 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark the tests of LONG, and, after all other plugins, move those of START_FIRST to the front."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Mark the tests of LONG, and, after all other plugins, move those of START_FIRST to the front.
+
+    Where a test names the parameters that are quick, one of each kind, those with the others are slow.
+    """
+    unseen: dict[str, set[str]] = {}
     for item in items:
         if item.nodeid.endswith(LONG):
             item.add_marker("long")
+        quick = item.get_closest_marker("quick")
+        if quick is not None:
+            unseen.setdefault(item.originalname, {*quick.args}).discard(item.callspec.id)
+            if item.callspec.id not in quick.args:
+                item.add_marker("slow")
+    if any(unseen.values()) and not any("::" in name for name in config.args):
+        raise pytest.UsageError(f"quick must name parameters of the test, got {unseen}")
     yield
     last = len(START_FIRST)
     rank = {name: place for place, name in enumerate(START_FIRST)}

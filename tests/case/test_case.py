@@ -38,7 +38,7 @@ from attnlab.contracts.contract import Target, contract
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
-    BackendName: ["nonsense", "", 1, True, None, ["x"], "mine.py", "mine.py:", "plugin:", "a b:c"],
+    BackendName: ["nonsense", "", 1, None, ["x"], "m.py", "m.py:", "m.py:1f", "plugin:", "a b:c"],
     OneOf: ["nonsense", "", 1, True, None, ["x"], 2.0],
     OpName: ["nonsense", "", 1, True, None, ["x"], 2.0],
     ArgumentName: ["nonsense", "", 1, True, None, ["x"], "far_rows", "far_values"],

@@ -106,6 +106,7 @@ def test_on_the_command_line_it_is_one_line_and_nothing_runs(notebook, tmp_path,
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_a_notebook_that_refuses_its_parameters_does_not_stop_the_others(tmp_path, capsys):
     """It raises InvalidCase: status refused, exit code 2, and reports are written."""
     refuses = (

@@ -17,6 +17,7 @@ from attnlab.checker.plan import Plan, groups, named_outcomes, naming_tasks
 from attnlab.checker.report import merged_by_line
 from attnlab.cli import demo
 from attnlab.defects import DEFECTS
+from attnlab.diagnosis import confirmation
 from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
@@ -54,8 +55,14 @@ def without_newest_key(condition: str) -> str:
     return RIGHT.replace(PLANTED, PLANTED + extra)
 
 
-def test_each_fault_is_one_finding(tmp_path):
-    """Two faults without a name, which more than two cases show."""
+def test_each_fault_is_one_finding(tmp_path, monkeypatch):
+    """Two faults without a name, which more than two cases show; other rules would take seconds."""
+    rules = confirmation.rules_of
+    monkeypatch.setattr(
+        confirmation,
+        "rules_of",
+        lambda one: [r for r in rules(one) if r.text.startswith("queries")],
+    )
     backend = planted(tmp_path, FAULTY, "faulty")
     case = hostile(
         op=backend.op, backend=backend.name, platform="sm_90", query_lens=(1, 5), ctx_lens=(20, 3),
@@ -205,6 +212,7 @@ def test_errors_without_a_name_are_separated_by_what_the_outputs_hold():
 @pytest.mark.parametrize(
     ("condition", "count"), [("is_decode", 1), ("is_decode != has_cap", 2)], ids=["one", "two"]
 )
+@pytest.mark.quick("two")
 def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, count):
     """Decodes lose their newest key without a soft cap, prefills lose it with one."""
     backend = planted(tmp_path, without_newest_key(condition))
@@ -218,6 +226,7 @@ def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, co
     assert len(grouped_findings(*found)) == count
 
 
+@pytest.mark.slow
 def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
     """Rows at every 32nd position lose their newest key: a decode in one case, a prefill in another, and a
     row that equals its neighbour in one whose keys are equal."""
@@ -234,6 +243,7 @@ def test_a_fault_that_only_its_rows_show_is_one_finding(tmp_path):
     assert seen == 3
 
 
+@pytest.mark.slow
 def test_a_wrong_head_is_one_finding_in_every_layout(tmp_path):
     """A function of tensors gets its caches with the strides that a rule about addresses is tried with."""
     text = (Path(demo.KERNEL)).read_text().replace(demo.RIGHT, demo.WRONG)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.plugins import RIGHT, checked, faults_of_cases, planted
+from helpers.plugins import RIGHT, faults_of_cases, planted
 from helpers.sources import needs_triton
 from helpers.triton_example import CASE
 
@@ -202,6 +202,7 @@ def test_a_documented_limit_is_not_a_finding(source: Source) -> None:
         kinds_found(source, case)
 
 
+@pytest.mark.slow
 def test_pages_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page contains a picture of each finding, or states that there are none."""
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
@@ -210,8 +211,7 @@ def test_pages_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     command = [
         "check",
         f"{tmp_path}/mine.py:my_attention",
-        "--cases",
-        "3",
+        *("--cases", "1", "--engine", "local:1"),
         "--pictures",
         str(drawn),
     ]
@@ -231,8 +231,7 @@ def test_pages_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "check",
         "--op",
         "merge_attn_states",
-        "--cases",
-        "2",
+        *("--cases", "1", "--engine", "local:1"),
         "--pictures",
         str(drawn),
         "--json",
@@ -248,9 +247,8 @@ def test_a_picture_shows_where(tmp_path: Path) -> None:
 
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
     backend = planted(tmp_path, wrong)
-    (finding,) = checked(backend, cases=1).findings
-    assert finding.first is not None
-    errors = errors_of(Lab(), backend, finding.first, finding)
+    (finding,) = faults_of_cases(backend, 1)
+    errors = errors_of(Lab(), backend, finding.case, finding)
     assert {place.heads for place in errors.places()} == {(1, 2)}  # of 4, on 2 KV heads
 
 

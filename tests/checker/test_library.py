@@ -10,11 +10,10 @@ from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, faults
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import CaseRun, never_reads_empty_slots
-from attnlab.checker.finding import KINDS, Location, location_of, op_locations
+from attnlab.checker.finding import Location, location_of, op_locations
 from attnlab.checker.hostile import DEFAULT_CASES, hostile_cases
 from attnlab.cli.main import main
 from attnlab.contracts.slot_states import EMPTY, STATES, SlotState
@@ -95,6 +94,7 @@ def test_the_older_models_faults_are_found() -> None:
         *("sink ignored", "sink twice", "sink of another"),
     ],
 )
+@pytest.mark.quick("raises", "window", "unwritten", "harmless", "sink twice")
 def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
     """Each fault has its kind; a change without effect has no finding."""
     assert old in RIGHT
@@ -103,15 +103,6 @@ def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> 
         assert list(found) == []
     else:
         assert any(one.kind == kind and one.diagnosis.startswith(diagnosis) for one in found)
-
-
-def test_a_finding_has_its_smallest_case(tmp_path: Path) -> None:
-    """With few heads; all cases show the fault."""
-    report = checked(planted(tmp_path, RIGHT.replace("* scale", "* 2 * scale")), cases=3)
-    (found,) = report.findings
-    assert (found.kind, found.diagnosis) == ("wrong_output", "scale_doubled")
-    assert found.case.num_kv_heads in (1, 2)
-    assert found.seen == report.cases_run
 
 
 def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
@@ -198,32 +189,26 @@ def test_a_cache_without_new_tokens_is_the_callers_fault() -> None:
 
 
 def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Exit 0 without findings, 1 with findings; the JSON document has every field."""
-    assert main(["check", "--op", "unified_attention", "--cases", "3", "--json"]) == 0
+    """Exit 0 without findings, 1 with findings; the JSON document has every field.
+
+    All cases show the fault; its smallest case is not the one that showed it first.
+    """
+    flags = ["--engine", "local:1", "--json"]
+    assert main(["check", "--op", "unified_attention", "--cases", "1", *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["version"], document["findings"]) == ("models of 0.33.0", [])
     (tmp_path / "k.py").write_text(RIGHT.replace("* scale", "* 2 * scale"))
-    assert main(["check", f"{tmp_path}/k.py:my_attention", "--cases", "3", "--json"]) == 1
+    assert main(["check", f"{tmp_path}/k.py:my_attention", "--cases", "2", *flags]) == 1
     document = json.loads(capsys.readouterr().out)
     assert set(document) >= {"source", "version", "cases_run", "seconds", "findings", "left_out"}
-    (finding, *_) = document["findings"]
+    (finding,) = document["findings"]
     assert set(finding) >= {"op", "kind", "case", "evidence", "diagnosis"}
-    assert finding["kind"] in KINDS
-    assert Case.from_dict(finding["case"]).to_cli() == finding["run"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("def other(call): pass", "must have a function"),
-        ("raise ValueError('no')", "cannot run: kernel.py:1: ValueError: no"),
-        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "op must be one of"),
-    ],
-)
-def test_a_wrong_plugin_is_rejected(tmp_path: Path, text: str, words: str) -> None:
-    """A file without the function, a file that raises, an unknown op."""
-    with pytest.raises(InvalidCase, match=words):
-        planted(tmp_path, text)
+    assert (finding["kind"], finding["diagnosis"]) == ("wrong_output", "scale_doubled")
+    assert finding["seen"] == document["cases_run"] > 1
+    case = Case.from_dict(finding["case"])
+    assert Lab().run(case.replace(atol=1e-3)).status == "mismatch"
+    assert case.to_cli() == finding["run"]
+    assert finding["first"] not in (None, finding["run"])
 
 
 @pytest.mark.parametrize("what", ["first", "strides", "block size"])
@@ -308,21 +293,18 @@ def with_fault(folder, line, when="call.sliding_window"):
     return planted(folder, RIGHT.replace(PLACE, fault))
 
 
-def test_a_kernel_that_loops_is_a_finding(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_IDLE_SHARE", 1.0)
-    report = checked_by_workers(with_fault(tmp_path, "time.sleep(1000)"), limit_s=3.0)
-    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "does not end")]
-    assert report.findings[0].case.sliding_window
-    assert "3 s" in report.findings[0].evidence
-    assert report.cases_run >= 5
-
-
-def test_a_kernel_that_ends_its_process_is_a_finding(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "diagnosis", "words"),
+    [("time.sleep(1000)", "does not end", "3 s"), (EXIT, "crash", "exit code 3")],
+    ids=["loops", "ends its process"],
+)
+def test_a_kernel_that_ends_its_worker_is_a_finding(tmp_path, monkeypatch, line, diagnosis, words):
     """The finding has the case that did it, and the other cases run."""
-    report = checked_by_workers(with_fault(tmp_path, EXIT))
-    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
+    monkeypatch.setattr(local, "_IDLE_SHARE", 1.0)
+    report = checked_by_workers(with_fault(tmp_path, line), limit_s=3.0)
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", diagnosis)]
     assert report.findings[0].case.sliding_window
-    assert "exit code 3" in report.findings[0].evidence
+    assert words in report.findings[0].evidence
     assert report.cases_run >= 5
 
 
@@ -357,19 +339,24 @@ def run_that_read(
 KEY, VALUE = ("key_cache", SlotState.OWN), ("value_cache", SlotState.OWN)
 
 
-def test_reads_of_tokens_alone_do_not_follow_empty_slots() -> None:
-    assert never_reads_empty_slots(run_that_read(KEY, VALUE))
-    foreign = ("value_cache", SlotState.OTHER_SEQUENCE)
-    assert never_reads_empty_slots(run_that_read(KEY, VALUE, foreign))
+FOREIGN = ("value_cache", SlotState.OTHER_SEQUENCE)
 
 
-@pytest.mark.parametrize("state", [*EMPTY, SlotState.UNKNOWN])
-def test_an_empty_slot_or_an_unknown_reader_decides(state: SlotState) -> None:
-    assert not never_reads_empty_slots(run_that_read(KEY, VALUE, ("key_cache", state)))
-
-
-def test_without_a_full_trace_nothing_is_known() -> None:
-    assert not never_reads_empty_slots(run_that_read(KEY, VALUE, traced=False))
-    assert not never_reads_empty_slots(run_that_read(KEY))
-    assert not never_reads_empty_slots(run_that_read())
-    assert not never_reads_empty_slots(run_that_read(KEY, VALUE, outside=("f.py:3 …",)))
+@pytest.mark.parametrize(
+    ("run", "never"),
+    [
+        (run_that_read(KEY, VALUE), True),
+        (run_that_read(KEY, VALUE, FOREIGN), True),
+        *(
+            (run_that_read(KEY, VALUE, ("key_cache", state)), False)
+            for state in (*EMPTY, SlotState.UNKNOWN)
+        ),
+        (run_that_read(KEY, VALUE, traced=False), False),
+        (run_that_read(KEY), False),
+        (run_that_read(), False),
+        (run_that_read(KEY, VALUE, outside=("f.py:3 …",)), False),
+    ],
+)
+def test_an_output_is_independent_of_empty_slots_if_a_full_trace_has_none(run, never) -> None:
+    """An empty slot or an unknown reader decides; without a full trace nothing is known."""
+    assert never_reads_empty_slots(run) == never

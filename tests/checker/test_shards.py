@@ -31,6 +31,7 @@ def whole(plan):
     return check_library(plan)
 
 
+@pytest.mark.slow
 def test_the_same_findings_everywhere(plan, whole, tmp_path):
     """In this process, and in three shards that two workers run."""
     assert len({finding.group for finding in whole.findings}) >= 3

@@ -48,6 +48,7 @@ def output_of(lab, case, read=None):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.quick("int4_per_token_head")
 def test_each_wrong_read_is_described_by_its_name(name):
     """The output that a read gives is described by it; reads that change nothing are not wrong."""
     lab, case = Lab(device="cpu"), case_of(name)
@@ -104,6 +105,7 @@ class LastRowFirst(WithArgument):
         return written
 
 
+@pytest.mark.slow
 def test_an_output_that_is_written_to_a_wrong_address_is_described(monkeypatch):
     """A rule beyond the catalogue is found for numbers of an op argument, and confirmed by further cases."""
     monkeypatch.setattr(

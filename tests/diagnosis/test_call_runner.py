@@ -56,7 +56,9 @@ def conclusion_of(case: attnlab.Case) -> str:
         ),
         ("full_blocks_only", {}, "no key counts after the last full group of 16"),
     ],
+    ids=["tiles", "window", "groups"],
 )
+@pytest.mark.quick("tiles")
 def test_a_saved_call_gets_the_statement_of_its_case(tmp_path, name, changes, words):
     lab, backend = Lab(), f"{FAULTY}:{name}"
     case = CASE.replace(backend=backend, **changes)
@@ -201,6 +203,7 @@ def test_a_call_that_no_case_has_is_confirmed_on_varied_calls(tmp_path, factor, 
     assert found.conclusion.startswith("scale_doubled") == (factor == 2.0)
 
 
+@pytest.mark.slow
 def test_a_rule_is_searched_for_without_a_case(tmp_path, monkeypatch):
     def refused(*given, **options):
         raise InvalidCall("mask must be one, got two", field="mask")
@@ -240,6 +243,7 @@ def attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale
 '''
 
 
+@pytest.mark.slow
 def test_a_function_that_takes_tensors_is_a_runner(tmp_path, monkeypatch):
     """By its file, by its module, and as the op that the call's origin names."""
     text = WRONG + BY_NAME

@@ -71,6 +71,7 @@ def counted(case: Case, output: torch.Tensor) -> None:
     output[0] = {"zeros": 0.0, "garbage": 3.0, "nan": torch.nan}[case.empty_slots]
 
 
+@pytest.mark.slow
 def test_slots_without_a_token_that_count_are_stated():
     """Finite numbers in them change each wrong row, too; a row that is wrong anyway refutes it."""
 
@@ -123,6 +124,7 @@ def test_a_name_of_a_leak_must_hold_in_further_cases():
     ],
     ids=["one", "two", "another fault", "no further case", "default scale", "always"],
 )
+@pytest.mark.quick("two", "another fault", "default scale")
 def test_features_are_stated_if_outputs_without_them_are_right(is_spoilt, features):
     def spoil(case: Case, output: torch.Tensor) -> None:
         if is_spoilt(case):
@@ -235,6 +237,7 @@ def test_the_stride_of_a_slot_may_be_another():
     assert any("with slot × stride 2 in place of slot × stride 1" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_rule_of_decodes_may_fail_for_other_batches():
     """Another kernel may compute those, with another fault; the rule says that it is about decodes."""
 

@@ -65,6 +65,7 @@ def few_cases(monkeypatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("output", "empty"), [("recycled", "zeros"), ("nan", "garbage"), ("zeros", "nan")]
 )
+@pytest.mark.quick("recycled-zeros")
 def test_query_start_loc_is_found(monkeypatch, output, empty):
     """One cause for five unwritten rows and one computed from another sequence."""
     with few_cases(monkeypatch):
@@ -85,6 +86,7 @@ def test_query_start_loc_is_found(monkeypatch, output, empty):
 @pytest.mark.parametrize(
     ("platform", "empty"), [("gfx942", "zeros"), ("sm_90", "nan"), ("gfx942", "garbage")]
 )
+@pytest.mark.quick("sm_90-nan")
 def test_the_missing_token_is_found(monkeypatch, platform, empty):
     """Reruns find the rows that read the unwritten slot."""
     case = hostile(stage="cast_after_cumsum", empty_slots=empty, platform=platform)

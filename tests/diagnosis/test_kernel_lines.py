@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from helpers import faulty_attention
 from helpers.triton_example import SMALL, TRITON, planted
@@ -138,6 +139,7 @@ def test_edits_that_run_together_have_the_outputs_that_each_has_alone(tmp_path):
     assert kinds["alone"] < len(found) / 3
 
 
+@pytest.mark.slow
 def test_what_is_wrong_so_far_is_announced_before_the_final_statement(tmp_path):
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     steps: list[str] = []

@@ -50,6 +50,19 @@ COPY = (
 
 
 NEVER = candidate("rows_never_written")
+LINE = 1 + TRITON[: TRITON.index("first // BLOCK).to")].count("\n")  # of the fault of `case`
+
+
+@pytest.fixture
+def lab() -> Lab:
+    """Return a new lab."""
+    return Lab(device="cpu")
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    """Return a Case for the example with one wrong expression."""
+    return planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +98,7 @@ def planted_merge(folder: Path, old: str, new: str) -> Lab:
     return Lab(source=folder, device="cpu")
 
 
-def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
-    lab = Lab(device="cpu")
-    case, line = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+def test_a_fault_of_one_expression_is_described_by_its_repair(lab, case):
     location = locate_lines(lab, case, None, LIMIT)
     weak = Diagnosis(
         status="unexplained",
@@ -98,20 +109,19 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     found = with_repair(lab, case, weak, location.repairs)
     claim = found.repair
     assert (found.status, found.is_by_repair) == ("described", True)
-    assert (claim.file, claim.line) == (case.backend.split(":")[0], line)
+    assert (claim.file, claim.line) == (case.backend.split(":")[0], LINE)
     assert claim.repair.edit.text == "`first // BLOCK` in place of `first % BLOCK`"
     assert (claim.only_finite, claim.cases) == (False, 5)
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
-    assert found.locations[0].line == line
+    assert found.locations[0].line == LINE
     assert found.sentences()[0] == claim.text
     assert not any(sentence.startswith("source line") for sentence in found.sentences())
-    assert found.to_dict()["repair"]["line"] == line
+    assert found.to_dict()["repair"]["line"] == LINE
     assert with_repair(lab, case, weak, ()) is weak
 
 
-def test_an_edit_of_an_expression_over_two_lines_is_a_claim(tmp_path):
+def test_an_edit_of_an_expression_over_two_lines_is_a_claim(tmp_path, lab):
     """Its text alone is no Python: the second line is indented."""
-    lab = Lab(device="cpu")
     faulty = "first\n                % BLOCK).to"
     case, line = planted(tmp_path, "first // BLOCK).to", faulty)
     claim = find_claim(lab, case, locate_lines(lab, case, None, LIMIT).repairs)
@@ -133,15 +143,13 @@ def test_an_edit_that_ends_its_process_ends_only_the_trials(tmp_path, monkeypatc
     assert with_lines.sentences()[0].endswith("trial edits; one ended the trials by SIGKILL")
 
 
-def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
+def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path, lab, case):
     """A second fault makes long sequences wrong, so the edit of the first one repairs short ones only."""
-    lab = Lab(device="cpu")
-    case, line = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     file = tmp_path / "kernel.py"
     file.write_text(file.read_text().replace("slot < BLOCK\n", "slot < BLOCK - (first > 40)\n"))
-    repairs = locate_lines(lab, case, None, LIMIT).repairs
-    assert [one.line[1] for one in repairs] == [line]
-    assert find_claim(lab, case, repairs) is None
+    right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
+    assert repair_check.is_right(lab, case, right)
+    assert find_claim(lab, case, [right]) is None
 
 
 @pytest.mark.parametrize("mask", ["causal", "bidirectional"])
@@ -165,10 +173,10 @@ def test_a_fault_of_another_mask_refutes_no_edit(mask, was_right):
     ],
     ids=["one KV head", "a branch that is never taken"],
 )
+@pytest.mark.quick("a branch that is never taken")
 def test_an_edit_that_hides_behind_a_feature_or_a_size_is_no_claim(
-    tmp_path, monkeypatch, old, new, wrong_text, good, after
+    tmp_path, monkeypatch, old, new, wrong_text, good, after, lab
 ):
-    lab = Lab(device="cpu")
     case, _ = planted(tmp_path, old, new)
     right = edit_of(lab, case, wrong_text, good)
     wrong = dataclasses.replace(right, edit=dataclasses.replace(right.edit, after=after))
@@ -184,16 +192,16 @@ def test_an_edit_that_hides_behind_a_feature_or_a_size_is_no_claim(
 
 
 @pytest.mark.parametrize("is_all", [True, False])
-def test_an_edit_of_a_test_that_leaves_a_feature_wrong_is_no_claim(tmp_path, monkeypatch, is_all):
+def test_an_edit_of_a_test_that_leaves_a_feature_wrong_is_no_claim(
+    tmp_path, monkeypatch, is_all, lab
+):
     """It switches the branch off where the feature is off, and the fault may be in the branch."""
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 5))
-    lab = Lab(device="cpu")
     case, _ = planted(tmp_path, "if WINDOW:", "if WINDOW >= 0:")
     if not is_all:
         file = tmp_path / "kernel.py"
         file.write_text(file.read_text().replace("slot < BLOCK\n", "slot < BLOCK - (WINDOW > 0)\n"))
-    repairs = locate_lines(lab, case, None, LIMIT).repairs
-    right = next(one for one in repairs if one.edit.text.startswith("`WINDOW > 0` "))
+    right = edit_of(lab, case, "WINDOW >= 0", "WINDOW > 0")
     assert (find_claim(lab, case, [right]) is not None) == is_all
 
 
@@ -210,10 +218,8 @@ def test_a_further_case_that_loops_is_left_out(tmp_path, monkeypatch):
     assert found.wrong_rows == 2
 
 
-def test_an_edit_that_ends_its_process_is_left_out(tmp_path):
+def test_an_edit_that_ends_its_process_is_left_out(lab, case):
     """The edited kernels run in a copy of this process."""
-    lab = Lab(device="cpu")
-    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
     edit = dataclasses.replace(right.edit, after="(__import__('os')._exit(3))")
     assert find_claim(lab, case, [dataclasses.replace(right, edit=edit), right]).repair is right
@@ -227,24 +233,20 @@ def test_varied_cases_have_a_sequence_as_long_as_that_of_the_case():
         assert set(found) == {most}
 
 
-def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
+def test_an_edit_that_adds_a_constant_is_not_named(lab, case):
     """The stride of the elements of a row is 1 in all calls, so no call shows what it does in the edit."""
-    lab = Lab(device="cpu")
-    case, line = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
     edit = dataclasses.replace(right.edit, after="(first // BLOCK * out_dim)")
     claim = find_claim(lab, case, [dataclasses.replace(right, edit=edit)])
-    assert (claim.is_stated, claim.line) == (False, line)
-    assert f"line {line}: with a change of this line the output is right" in claim.text
+    assert (claim.is_stated, claim.line) == (False, LINE)
+    assert f"line {LINE}: with a change of this line the output is right" in claim.text
     assert "out_dim" not in claim.text
     assert find_claim(lab, case, [claim.repair, right]).repair is right
 
 
-def test_an_edit_needs_ten_further_cases(tmp_path, monkeypatch):
+def test_an_edit_needs_ten_further_cases(monkeypatch, lab, case):
     """Cases like those that show the fault are added until there are ten, or one refutes the edit."""
     monkeypatch.setattr(repair_check, "_FEWEST", 10)
-    lab = Lab(device="cpu")
-    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
     refuting = case.replace(query_lens=(1,), ctx_lens=(50,), num_blocks=6, seed=4)
@@ -259,10 +261,8 @@ def test_an_edit_needs_ten_further_cases(tmp_path, monkeypatch):
     assert find_claim(lab, case, [limited]) is None
 
 
-def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(tmp_path, monkeypatch):
+def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(monkeypatch, lab, case):
     """The sum is right, and so is its first operand: the cases show the place, not the edit."""
-    lab = Lab(device="cpu")
-    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     loose = edit_of(lab, case, "first % BLOCK", "(first // BLOCK + 0 * BLOCK)")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
@@ -271,9 +271,8 @@ def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(tmp_p
     assert not find_claim(lab, case, [loose]).is_stated
 
 
-def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeypatch):
+def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeypatch, lab):
     """Under the interpreter such a read returns 0, on a GPU whatever is there."""
-    lab = Lab(device="cpu")
     mask = "value + at, mask=both"
     case, _ = planted(tmp_path, mask, "value + at, mask=(DIM > d)[None, :]")
     right = edit_of(lab, case, "(DIM > d)[None, :]", "both")
@@ -284,9 +283,8 @@ def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeyp
     assert find_claim(lab, case, [outside]) is None
 
 
-def test_an_edit_that_removes_a_mask_is_no_claim(tmp_path, monkeypatch):
+def test_an_edit_that_removes_a_mask_is_no_claim(tmp_path, monkeypatch, lab):
     """It hides that the mask is wrong, and reads slots without a token, which the kernel does not."""
-    lab = Lab(device="cpu")
     mask = "value + at, mask=both"
     case, _ = planted(tmp_path, mask, "value + at, mask=both & (slot < end - first)[:, None]")
     confirm_in(monkeypatch, [case.replace(seed=3)])
@@ -306,9 +304,8 @@ def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:
     return Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
 
 
-def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path, monkeypatch):
+def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path, monkeypatch, lab):
     """The stride of the elements is 1 in all calls: the other stride must stand in its place."""
-    lab = Lab(device="cpu")
     right = "place = query + row * query_row + head * query_head"
     case, line = planted(tmp_path, right, "place = query + row * query_row + head * query_dim")
     case = case.replace(num_heads=4, num_queries_per_kv=2)
@@ -332,10 +329,9 @@ def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path,
     ],
 )
 def test_a_factor_that_is_left_out_may_stand_for_an_unused_argument(
-    tmp_path, monkeypatch, right, wrong, is_stated
+    tmp_path, monkeypatch, right, wrong, is_stated, lab
 ):
     """An argument that the kernel does not use, and that is 1 in all calls, may be the right factor."""
-    lab = Lab(device="cpu")
     place = "place = out + row * out_row + head * out_head + d * out_dim"
     case, line = planted(tmp_path, place, place.replace(right, wrong))
     other = case.replace(query_lens=(2,), ctx_lens=(30,), head_size=32, seed=3)
@@ -346,9 +342,8 @@ def test_a_factor_that_is_left_out_may_stand_for_an_unused_argument(
 
 
 @pytest.mark.parametrize("is_stated", [False, True])
-def test_an_edit_may_stand_for_an_unused_stride(tmp_path, monkeypatch, is_stated):
+def test_an_edit_may_stand_for_an_unused_stride(tmp_path, monkeypatch, is_stated, lab):
     """A number stands for the stride of the table, unless a call has another stride."""
-    lab = Lab(device="cpu")
     used = "tl.load(seq + row) * table_stride"
     case, line = planted(tmp_path, used, "tl.load(seq + row)")
     case = case.replace(query_lens=(1, 1), ctx_lens=(20, 20), num_blocks=None, max_blocks_per_seq=2)
@@ -362,9 +357,8 @@ def test_an_edit_may_stand_for_an_unused_stride(tmp_path, monkeypatch, is_stated
     assert (claim.is_stated, claim.line) == (is_stated, line)
 
 
-def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, monkeypatch):
+def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, monkeypatch, lab):
     """The weights of a tile ignore earlier maxima. So may the new maximum, until an exponential overflows."""
-    lab = Lab(device="cpu")
     case, _ = planted(
         tmp_path, "tl.exp(scores - new)", "tl.exp(scores - tl.maximum(tl.max(scores, 0), -1e30))"
     )
@@ -379,10 +373,9 @@ def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, mon
     assert find_claim(lab, case, [unwrapped]) is None
 
 
-def test_a_floor_of_a_maximum_that_hides_nan_is_no_claim(tmp_path, monkeypatch):
+def test_a_floor_of_a_maximum_that_hides_nan_is_no_claim(tmp_path, monkeypatch, lab):
     """In a tile in which a row sees no key, -inf - -inf is NaN, until an argument that is 1 is the least
     maximum. That says nothing about the line of the maximum."""
-    lab = Lab(device="cpu")
     floored = "tl.maximum(tl.maximum(largest, tl.max(scores, 0)), -1e30)"
     case, _ = planted(tmp_path, floored, "tl.maximum(largest * 1, tl.max(scores, 0))")
     case = case.replace(query_lens=(3,), ctx_lens=(70,), sliding_window=9, num_blocks=None)
@@ -394,9 +387,8 @@ def test_a_floor_of_a_maximum_that_hides_nan_is_no_claim(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("reads_freed", [False, True])
-def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, reads_freed):
+def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, reads_freed, lab):
     """Without the mask of the values, weights of 0 hide them, but not NaN in blocks that the window freed."""
-    lab = Lab(device="cpu")
     load = "        v = tl.load(value + at, mask=both, other=0.0).to(tl.float32)\n"
     own = load.replace("both", "((pos <= end)[:, None] & (d < DIM)[None, :])")
     masked = (own if reads_freed else load) + (
@@ -421,9 +413,8 @@ def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, 
     assert (claim.repair, claim.is_stated, claim.others) == (right, True, ())
 
 
-def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path):
+def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path, lab):
     """The branch skips tiles before the window: without it, the output is right, too."""
-    lab = Lab(device="cpu")
     loop = "    for first in range(0, end + 1, BLOCK):\n"
     pruned = (
         "    begin = 0\n"
@@ -439,9 +430,8 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path)
     assert find_claim(lab, case, [switch]) is None
 
 
-def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch):
+def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch, lab):
     """The end of the loop is wrong in another line. Masks hide what a longer loop adds."""
-    lab = Lab(device="cpu")
     loop = "    for first in range(0, end + 1, BLOCK):\n"
     short = "    last = end // BLOCK * BLOCK\n" + loop.replace("end + 1", "last")
     case, _ = planted(tmp_path, loop, short)
@@ -457,12 +447,13 @@ def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("test", "is_claim"), [("WINDOW >= 0", False), ("True", True)])
-def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(tmp_path, monkeypatch, test, is_claim):
+def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(
+    tmp_path, monkeypatch, test, is_claim, lab
+):
     """Without a window no tile must be skipped: the statement works if it skips none, or is left out.
 
     If nothing else assigns the number, it cannot be left out.
     """
-    lab = Lab(device="cpu")
     loop = "    for first in range(0, end + 1, BLOCK):\n"
     pruned = (
         ("" if is_claim else "    begin = 0\n")
@@ -538,15 +529,14 @@ def test_an_op_argument_keeps_the_output_buffer_that_it_asks_for():
     assert with_contents(case, "nan").output_init == "zeros"
 
 
-def test_an_edit_that_changes_no_verdict_is_no_claim(tmp_path, monkeypatch):
+def test_an_edit_that_changes_no_verdict_is_no_claim(monkeypatch, lab, case):
     """The further case is right without the edit."""
-    lab = Lab(device="cpu")
-    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
-    repairs = locate_lines(lab, case, None, LIMIT).repairs
     short = case.replace(query_lens=(1,), ctx_lens=(3,))
     confirm_in(monkeypatch, [short])
-    assert (lab.run(short).status, len(repairs)) == ("match", 1)
-    assert find_claim(lab, case, repairs) is None
+    assert lab.run(short).status == "match"
+    right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
+    assert repair_check.is_right(lab, case, right)
+    assert find_claim(lab, case, [right]) is None
 
 
 @needs_triton

@@ -229,18 +229,28 @@ def merges(
             "the suffix has the rest of the prefix's weight",
         ),
         ({"rest": lambda before, after: 1 - before * after}, None),
+        ({}, None),
     ],
-    ids=["prefix", "suffix", "transposed", "heads first", "heads flipped", "rest", "other rest"],
+    ids=[
+        "prefix",
+        "suffix",
+        "transposed",
+        "heads first",
+        "heads flipped",
+        "rest",
+        "other rest",
+        "none",
+    ],
 )
+@pytest.mark.quick("prefix", "transposed", "other rest", "none")
 def test_parts_of_a_merge_are_exchanged_transposed_or_weighted_wrongly(faults, text):
-    """Other faults get no rule."""
+    """Other faults get no rule, a merge without a fault nothing."""
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(6, 3), ctx_lens=(1, 40), num_heads=4
     )
-    assert diagnose(case, lab=merges()).status == "nothing wrong"
     diagnosis = diagnose(case, lab=merges(**faults))
     if text is None:
-        assert diagnosis.status != "nothing wrong"
+        assert (diagnosis.status == "nothing wrong") == (not faults)
         assert diagnosis.rule is None
         return
     assert text in diagnosis.rule.text

@@ -110,6 +110,7 @@ def test_a_sound_split_kernel_is_right():
         "two faults",
     ],
 )
+@pytest.mark.quick("one exp2 in the merge", "padding counts", "late rescale", "another logarithm")
 def test_a_fault_of_a_split_is_described(fault, text):
     """Other faults get no rule."""
     lab = FaultyLab(kernel=lambda _, call: split_attention(call, **fault))
@@ -566,6 +567,7 @@ def test_a_sound_kernel_has_no_rule(op, window):
         "rescale",
     ],
 )
+@pytest.mark.quick("constant", "unified", "window of first", "whole tiles", "late", "shift")
 def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     rule = rule_of(case_of(op, sliding_window=window), **faults)
     assert rule is not None
@@ -591,6 +593,7 @@ def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     ],
     ids=["zero in both", "zero in the context", "new rows", "new keys", "longer window", "shifted"],
 )
+@pytest.mark.quick("zero in the context", "new keys", "shifted")
 def test_a_wrong_window_is_described_by_its_rule(faults, parts):
     """Other faults get no rule."""
     rule = rule_of(case_of("context_attention_fwd", sliding_window=9), **faults)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -135,12 +136,16 @@ def run_on_release(work: Path, command: str) -> tuple[int, str]:
 
 
 def _parameters() -> list[object]:
-    found = []
+    """Return the commands; of each name the first two that take no marker are quick."""
+    found, quick = [], Counter[str]()
     for command, place in snippets.shown_commands().items():
         rule = snippets.rule_of(command)
         if rule is not None and rule.added is None:
             continue
         marks = [getattr(pytest.mark, rule.marker)] if rule is not None and rule.marker else []
+        name = command.partition("attnlab ")[2].partition(" ")[0]
+        quick[name] += not marks
+        marks += [pytest.mark.slow] if quick[name] > 2 and not marks else []
         found.append(pytest.param(command, place, id=command[:60], marks=marks))
     return found
 

@@ -163,6 +163,8 @@ OWN_FLAGS = [
     (["releases", "0.14.0..0.12.0"], "releases must be FIRST..LAST with FIRST not after LAST"),
     (["releases", "0.12..0.13.0"], "release must be a version"),
     (["power", *SMALL, "--engine", "spark"], "engine must be"),
+    (["power", *SMALL, "--shard", "1/2"], "out must be given with shard"),
+    (["power", *SMALL, "--shard", "0/3"], "shard must be"),
     (["matrix", "nothing"], "id must be a test id"),
     (["matrix", "--engine", "spark"], "engine must be"),
     (["matrix", "--source", "nowhere"], "source must be given with --backend"),

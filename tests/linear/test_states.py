@@ -219,7 +219,9 @@ RULES = {rule.text: rule for rule in rules()}
         ("fla_chunk_kda", "the gate is missing"),
         ("fla_chunk_simple_gla", "no state is loaded: each sequence begins from 0"),
     ],
+    ids=["loads", "slot", "accepted", "chunks", "gate of a chunk", "gate", "no state"],
 )
+@pytest.mark.quick("loads", "chunks", "gate")
 def test_a_planted_rule_is_named(name, text):
     op = STATE_OPS[name]
     edit = RULES[text].edit
@@ -287,7 +289,9 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ),
         ("        tl.store(o", "        if i < 4:\n            tl.store(o", "that of token 4"),
     ],
+    ids=["exp2", "held", "place", "heads", "last token", "outside", "after the end", "unwritten"],
 )
+@pytest.mark.quick("exp2", "heads", "outside", "unwritten")
 def test_a_planted_fault_is_described(tmp_path, before, after, words):
     assert before in KERNEL
     found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings

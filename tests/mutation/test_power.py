@@ -1,6 +1,7 @@
 """Which mutants a test notices with its data and tolerance, and which changes make it notice more."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -14,7 +15,7 @@ from attnlab.cli.main import main
 from attnlab.cli.sharded import print_power
 from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
-from attnlab.mutation.power import MUTANTS, is_equivalent, ladder
+from attnlab.mutation.power import MUTANTS, MutationReport, is_equivalent, ladder
 from attnlab.mutation.power import measure_power as power
 from attnlab.show.plots.stages import plot_power
 from study.mutants import NINE
@@ -40,6 +41,12 @@ def outcomes(case: Case, names: tuple[str, ...]) -> dict[str, str]:
     """Return the outcome of some mutants."""
     report = power(case, mutants=[NAMED[name] for name in names], remedies=False)
     return {mutant.name: mutant.outcome for mutant in report.mutants}
+
+
+@functools.cache
+def report_of(case: Case) -> MutationReport:
+    """Return the report of all mutants, without remedies."""
+    return power(case, remedies=False)
 
 
 def test_the_test_kills_three_of_nine_with_float16():
@@ -121,8 +128,7 @@ def test_proposed_scales_of_an_fp8_cache_are_not_mistaken_for_each_other():
 
 def test_at_a_huge_tolerance_only_nan_is_noticed():
     """These mutants give NaN or infinity; all others, random noise too, stay within atol 100."""
-    case = hostile(atol=100.0, empty_slots="zeros")
-    report = power(case, remedies=False)
+    report = report_of(hostile(atol=100.0, empty_slots="zeros"))
     assert {mutant.name for mutant in report.of("killed")} == KILLED_BY_NAN
     assert {mutant.margin for mutant in report.of("killed")} == {float("inf")}
     assert "random_noise" in {mutant.name for mutant in report.survivors}
@@ -131,9 +137,7 @@ def test_at_a_huge_tolerance_only_nan_is_noticed():
 
 def test_a_larger_tolerance_kills_fewer_mutants():
     """Also shows that the test above can fail: at atol 1e-3 it would."""
-    reports = [
-        power(hostile(atol=atol, empty_slots="zeros"), remedies=False) for atol in (1e-3, 100.0)
-    ]
+    reports = [report_of(hostile(atol=atol, empty_slots="zeros")) for atol in (1e-3, 100.0)]
     strict, loose = ({mutant.name for mutant in report.of("killed")} for report in reports)
     assert loose < strict
     assert {"random_noise", "scale_doubled", "rows_zero"} <= strict - loose
@@ -152,7 +156,7 @@ def test_equivalent_is_only_what_no_data_shows():
 
 
 def test_a_report_is_strict_json_and_html():
-    report = power(hostile(), remedies=False)
+    report = report_of(hostile(empty_slots="zeros"))
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert sum(document["counts"].values()) == len(document["mutants"]) > 30
     margins = {mutant["name"]: mutant["margin"] for mutant in document["mutants"]}
@@ -168,7 +172,7 @@ def test_every_defect_is_a_mutant():
 
 def test_the_picture_shows_each_margin():
     """NaN is drawn at the right edge."""
-    report = power(hostile(empty_slots="zeros"), remedies=False)
+    report = report_of(hostile(empty_slots="zeros"))
     ax = plot_power(report.mutants)
     points = {}
     for line in ax.lines[:3]:
@@ -226,13 +230,3 @@ def test_shards_of_power(capsys, tmp_path):
     again = printed(capsys, [*flags, "--shard", "1/2", "--out", stores[0]], 0)
     assert again["failed"] == {}
     assert "known must not be given" in error_line(capsys, ["merge", *stores, "--known", "x"])
-
-
-def test_a_shard_needs_a_store(capsys):
-    flags = ["power", *SMALL, "--shard"]
-    assert "out must be given with shard" in error_line(capsys, [*flags, "1/2"])
-    assert "shard must be" in error_line(capsys, [*flags, "0/3"])
-
-
-def test_an_unknown_engine(capsys):
-    assert "engine must be" in error_line(capsys, ["power", *SMALL, "--engine", "locals"])

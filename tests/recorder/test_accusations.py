@@ -9,6 +9,8 @@ from helpers.recorded_tests import properties, pytest_in
 
 from attnlab.tensors.call import KernelCall
 
+pytestmark = pytest.mark.slow
+
 KERNEL, EXPECTED = "the kernel", "the expected value"
 # Of each failing test: the side, and a part of the diagnosis or of the evidence.
 SIDES = {

@@ -6,6 +6,8 @@ import pytest
 from helpers.recorded_tests import properties, pytest_in
 from helpers.sources import needs_triton
 
+pytestmark = pytest.mark.slow
+
 KERNEL = """
 import torch
 import triton

@@ -384,6 +384,7 @@ def test_right_kernels_with_other_bits_agree(capsys, tmp_path):
 # A new notebook: its experiments run, and a kernel that is repaired afterwards fails its verdicts.
 
 
+@pytest.mark.slow
 def test_a_new_notebook_has_run_and_finds_again_what_was_found(capsys, tmp_path, monkeypatch):
     """Its paths are relative to its folder, where JupyterLab and attnlab investigate run it."""
     kernel, folder = kernel_file(tmp_path, WRONG, "mine"), tmp_path / "notebooks"

@@ -2,8 +2,8 @@
 
 import ast
 import dataclasses
-import subprocess
-import sys
+import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from helpers.commands import document, error_line
 from helpers.plugins import RIGHT
 from helpers.saved_calls import WRONG, call_of, flash_call, kernel_file
 from helpers.sources import of_release
-from helpers.upstream import script_outcome
+from helpers.upstream import outcome_of, script_outcome
 
 import attnlab
 from attnlab.case.errors import InvalidCall
@@ -112,7 +112,7 @@ def test_the_time_limit(tmp_path):
 
 def test_the_command_writes_the_call(capsys, tmp_path):
     wrong, path = kernel_file(tmp_path, WRONG, "wrong"), tmp_path / "call.safetensors"
-    call_of(**LARGE).save(path)
+    call_of(**FAULTY).save(path)
     out = tmp_path / "small.safetensors"
     command = ["shrink", str(path), "--backend", wrong, "--out", str(out)]
     found = document(capsys, command, 1)
@@ -180,9 +180,9 @@ def test_the_script_of_an_own_kernel(tmp_path):
         assert "attnlab" not in text
         script = tmp_path / f"script_{name}.py"
         script.write_text(text)
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-        assert not done.stderr
-        found[name] = done.returncode
+        run = partial(runpy.run_path, str(script), run_name="__main__")
+        found[name], printed = outcome_of(run)
+        assert "Traceback" not in printed
     assert found == {"wrong": 1, "right": 0}
 
 

@@ -191,6 +191,9 @@ def faulty(name, **changes):
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.quick(
+    "cached_top_left", "values_not_rescaled", "next_sequence", "cap_after_mask", "halved"
+)
 def test_a_planted_fault_is_described_and_the_description_predicts_another_case(name):
     changes, kind, fields = FAULTS[name]
     found = attnlab.xray(faulty(name, **changes), limit_s=60)
@@ -222,6 +225,7 @@ def test_a_missing_scale_is_no_factor_of_the_head_size(sm_scale):
 
 
 @pytest.mark.parametrize("name", ["context_one_too_many", "values_not_rescaled", "next_sequence"])
+@pytest.mark.quick("next_sequence")
 def test_a_description_predicts_the_output_of_another_case(name):
     lab = attnlab.Lab()
     found = attnlab.xray(faulty(name), lab=lab)
@@ -271,6 +275,7 @@ def test_wrong_values_are_described_and_the_weights_are_right(name, words):
     "name",
     ["sound", "cached_sound", "tile_16", "bfloat16_sums", "bfloat16_weights", "bfloat16_scores"],
 )
+@pytest.mark.quick("tile_16", "bfloat16_weights")
 def test_a_sound_kernel_is_right_or_imprecise(name):
     found = attnlab.xray(faulty(name))
     assert found.status == ("precision" if "bfloat16" in name else "right"), found.sentences

@@ -136,7 +136,9 @@ def test_a_tooltip_keeps_names_as_they_are() -> None:
         SMALL.replace(query_lens=(5, 1), ctx_lens=(20, 33), platform="sm_90"),
         SMALL.replace(op="unified_attention", mask="ranges", release="0.33.0"),
     ],
+    ids=["small", "sm_90", "mask"],
 )
+@pytest.mark.quick("mask")
 def test_fields_without_effect_change_nothing(case) -> None:
     """Each other value of a disabled field is refused, or gives the same bits and the same kernels."""
     lab = Lab()

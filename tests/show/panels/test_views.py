@@ -101,6 +101,7 @@ def test_a_selection_is_kept_if_the_row_exists() -> None:
 
 
 @pytest.mark.parametrize("op", VLLM_OPS)
+@pytest.mark.quick("decode_attention_fwd", "merge_attn_states", "triton_prefill_attention")
 def test_every_op_has_its_pictures(op: str) -> None:
     changes = {"op": op, "x": None, "fill": "all_rows"}
     if not OPS[op].prefill:
@@ -272,6 +273,7 @@ def test_a_selection_of_a_cache_write_is_a_slot() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.quick("sound", "fill_decode", "int32_before_cumsum")
 def test_slots_by_writer_and_reader(stage: str) -> None:
     """The expected counts follow from the lengths alone."""
     data = make_panel_data(Lab(), SMALL.replace(stage=stage), ignore_step)
