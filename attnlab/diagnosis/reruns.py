@@ -138,6 +138,16 @@ def whole_tiles_case(case: Case) -> Case | None:
     return _longer_case(case, pairs, 29)
 
 
+def with_larger_groups(case: Case) -> Case | None:
+    """Return a case with one query head more per KV head, or None if other kernels run it."""
+    group = case.num_queries_per_kv + 1
+    try:
+        changed = case.replace(num_heads=case.num_kv_heads * group, num_queries_per_kv=group)
+    except InvalidCase:
+        return None
+    return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None
+
+
 def edge_case(case: Case, limit: int) -> Case | None:
     """Return a batch of decodes whose lengths are around a limit that a rule states, or None."""
     return _longer_case(case, [(1, limit + more) for more in (-2, -1, 0, 1)] + [(1, 3)], 17)
