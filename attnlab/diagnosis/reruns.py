@@ -65,7 +65,7 @@ def second_cases(case: Case) -> Iterator[Case]:
     mixed = _longer_case(case, _MIXED, 7)
     few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)
     found = [second_case(case), mixed or other_case(case), few and with_more_heads(few)]
-    if only_decodes and mixed is not None:
+    if only_decodes:
         found.append(_longer_case(case, _DECODES, 11))
     yield from (other for other in found if other is not None)
 
