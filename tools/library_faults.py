@@ -131,9 +131,17 @@ def _files_of(source: Source, op: str) -> list[Path]:
 
 
 def outcome(
-    library: str, source: Source, fault: Planted, cases: int, usual: set[Key]
+    library: str,
+    source: Source,
+    fault: Planted,
+    cases: int,
+    usual: set[Key],
+    diagnoses: bool = True,
 ) -> dict[str, Any]:
-    """Check a copy of the source with a fault; all cases run if ``cases`` per op find nothing unusual."""
+    """Check a copy of the source with a fault; all cases run if ``cases`` per op find nothing unusual.
+
+    ``diagnoses``: diagnose what nothing explains.
+    """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "source"
@@ -148,7 +156,7 @@ def outcome(
             if new:
                 break
         statement = new[0].title if new else ""
-        if new and new[0].diagnosis in _NOT_EXPLAINED:
+        if new and diagnoses and new[0].diagnosis in _NOT_EXPLAINED:
             statement = _diagnosed(new[0], library, root)
         found = [_shown(one) for one in new]
     fields = {name: getattr(fault, name) for name in ("name", "op", "by", "lines")}
@@ -195,6 +203,7 @@ def main() -> None:
     parser.add_argument("--place", default="", help="a part of the file names, for faults by rule")
     parser.add_argument("--sound", type=Path, help="a file that keeps what the sound source shows")
     parser.add_argument("--cases", type=int, default=12)
+    parser.add_argument("--no-diagnosis", action="store_true", help="only check, which is faster")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     source = find_source(args.source, package_of(args.library))
@@ -204,7 +213,7 @@ def main() -> None:
     faults += by_rule(source, gaps, args.rules, args.seed, args.place)
     done: list[dict[str, Any]] = []
     for fault in [one for one in faults if args.only in one.name]:
-        done.append(outcome(args.library, source, fault, args.cases, usual))
+        done.append(outcome(args.library, source, fault, args.cases, usual, not args.no_diagnosis))
         args.out.write_text(json.dumps(done, indent=1) + "\n")
         shown = [done[-1][name] for name in ("seconds", "op", "name", "cases", "statement")]
         print(*shown, "\n", file=sys.stderr, flush=True)

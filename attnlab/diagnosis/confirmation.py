@@ -38,6 +38,7 @@ from attnlab.diagnosis.reruns import (
     whole_tiles_case,
     with_contents,
     with_known_contents,
+    with_larger_groups,
     with_other_numbers,
 )
 from attnlab.diagnosis.softmax_rules import loop_defects, softmax_defects
@@ -326,16 +327,16 @@ def _is_about_loop(candidate: Candidate) -> bool:
 
 
 def _separated(lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun) -> list[Candidate]:
-    """Return the candidates that a case with whole tiles of different sizes leaves: sizes may be mistaken."""
-    other = whole_tiles_case(case)
-    if other is None:
-        return candidates
-    try:
-        known = with_known_contents(other)
-        kept, again = _confirmed(lab, known, rerun(known), candidates)
-    except AttnLabError:
-        return candidates
-    return kept if again.diagnosis.is_wrong else candidates
+    """Return the candidates that a case with whole tiles of different sizes, and one with another number of
+    query heads per KV head, leave: sizes may be mistaken for each other."""
+    for other in (whole_tiles_case(case), with_larger_groups(case)):
+        if other is None:
+            continue
+        with suppress(AttnLabError):
+            known = with_known_contents(other)
+            kept, again = _confirmed(lab, known, rerun(known), candidates)
+            candidates = kept if again.diagnosis.is_wrong else candidates
+    return candidates
 
 
 def _true_of_outside(

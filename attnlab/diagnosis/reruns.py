@@ -65,7 +65,7 @@ def second_cases(case: Case) -> Iterator[Case]:
     mixed = _longer_case(case, _MIXED, 7)
     few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)
     found = [second_case(case), mixed or other_case(case), few and with_more_heads(few)]
-    if only_decodes and mixed is not None:
+    if only_decodes:
         found.append(_longer_case(case, _DECODES, 11))
     yield from (other for other in found if other is not None)
 
@@ -136,6 +136,16 @@ def whole_tiles_case(case: Case) -> Case | None:
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     pairs = [(1, ctx + query - 1) if only_decodes else (query, ctx) for query, ctx in _WHOLE_TILES]
     return _longer_case(case, pairs, 29)
+
+
+def with_larger_groups(case: Case) -> Case | None:
+    """Return a case with one query head more per KV head, or None if other kernels run it."""
+    group = case.num_queries_per_kv + 1
+    try:
+        changed = case.replace(num_heads=case.num_kv_heads * group, num_queries_per_kv=group)
+    except InvalidCase:
+        return None
+    return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None
 
 
 def edge_case(case: Case, limit: int) -> Case | None:

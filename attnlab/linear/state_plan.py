@@ -24,6 +24,10 @@ NEW_GATE = "the gate from a token to the end of its chunk"
 CARRY_GATE = "the gate of a whole chunk"
 READ_GATE = "the gate from the beginning of a chunk, where the output reads the state"
 HELD_GATE = "the gate from the beginning of a chunk, where the held value is read"
+READ_SCALE = "the scale, where the output reads the state"
+SCORES_SCALE = "the scale, of the values of the same chunk's tokens in the output"
+INNER_BETA = "beta, in the subtraction within a chunk"
+HELD_BETA = "beta, where the held value is read from the state before the chunk"
 HELD = "what the state holds of a key, which a delta rule subtracts"
 CARRY = "the state of the chunks before"
 OWN = "the row's own token"
@@ -261,27 +265,31 @@ class _Chunk:
         squares = (pairs * between).square().sum(-1).tril(-1)
         is_delta = plan.delta and HELD not in plan.missing
         held_beta = plan.held_beta[rows].T[..., None]
-        inner, sizes = inner * held_beta, sizes * held_beta.abs()
-        squares = squares * held_beta.square()
+        inner_beta = _or_one(plan, INNER_BETA, held_beta)
+        inner, sizes = inner * inner_beta, sizes * inner_beta.abs()
+        squares = squares * inner_beta.square()
         if not is_delta or INNER in plan.missing:
             inner = sizes = squares = torch.zeros_like(inner)
         eye = torch.eye(inner.shape[-1], dtype=inner.dtype)
         solve = torch.linalg.solve_triangular(eye + inner, eye.expand_as(inner), upper=False)
         self._own = value
-        decayed = key * _or_one(plan, HELD_GATE, total.exp()) * held_beta * is_delta
+        decayed = key * _or_one(plan, HELD_GATE, total.exp()) * is_delta
+        decayed = decayed * _or_one(plan, HELD_BETA, held_beta)
         self._decayed, self._added = decayed, value * beta
         if plan.no_held:
             self._decayed = torch.zeros_like(self._decayed)
         self._held, self._new = solve @ self._decayed, solve @ self._added
         scores = torch.einsum("hik,hjk->hijk", query, key)
-        scores = plan.scale * scores * _or_one(plan, SCORES_GATE, between)
+        scale = torch.tensor(plan.scale, dtype=scores.dtype)
+        scores = _or_one(plan, SCORES_SCALE, scale) * scores * _or_one(plan, SCORES_GATE, between)
         self._sizes = scores.abs().sum(-1).tril()
         self._squares = scores.square().sum(-1).tril()
         self._scores = scores.sum(-1).tril(-1 if OWN in plan.missing else 0)
         if SCORES in plan.missing:
             self._scores = self._scores * torch.eye(self._scores.shape[-1], dtype=inner.dtype)
         read = (total - gate if OWN_GATE in plan.missing else total).exp()
-        self._read = plan.scale * query * _or_one(plan, READ_GATE, read) * (not plan.no_read)
+        self._read = _or_one(plan, READ_SCALE, scale) * query * _or_one(plan, READ_GATE, read)
+        self._read = self._read * (not plan.no_read)
         self._keys = key * _or_one(plan, NEW_GATE, (total[:, -1:] - total).exp())
         if plan.late_gate:
             self._scores = (plan.scale * query * key * total.exp()).sum(-1, keepdim=True)
@@ -729,7 +737,8 @@ def _chunks() -> Iterator[tuple[str, _Edit]]:
     for part in (INNER, SCORES, INNER_GATE, SCORES_GATE, NEW_GATE, CARRY_GATE, READ_GATE):
         yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
     yield f"missing: {OWN_GATE}", lambda call, plan: plan.without(OWN_GATE)
-    yield f"missing: {HELD_GATE}", lambda call, plan: _in_chunks(plan, HELD_GATE)
+    for part in (HELD_GATE, READ_SCALE, SCORES_SCALE, INNER_BETA, HELD_BETA):
+        yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
     yield (
         "missing: the gate from the beginning of a chunk, and the state of the chunks before, in the output",
         lambda call, plan: plan.replace(no_read=plan.chunk > 1),

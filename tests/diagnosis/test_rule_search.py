@@ -73,6 +73,12 @@ def values_of_pairs(call: KernelCall) -> dict[str, object]:
     return {"value_cache": call.value_cache.index_select(1, heads)}
 
 
+def values_by_group(call: KernelCall) -> dict[str, object]:
+    """KV head h reads the values of KV head h // num_queries_per_kv, which is h // 2 in groups of 2."""
+    heads = torch.arange(call.key.shape[1]) // call.num_queries_per_kv
+    return {"value_cache": call.value_cache.index_select(1, heads)}
+
+
 def as_strided(name: str, strides: Callable[[torch.Tensor], tuple[int, ...]]) -> Change:
     """Return the change in which a tensor is read with other strides from where it begins."""
 
@@ -122,6 +128,7 @@ def test_a_read_with_other_strides_is_described(op, change, text):
     [
         (queries_of_kv_heads, ("queries", "(KV head) × stride 1", "head × stride 1")),
         (values_of_pairs, ("cached values", "(KV head // 2) × stride")),
+        (values_by_group, ("cached values", "(KV head // num_queries_per_kv) × stride")),
     ],
 )
 def test_a_wrong_read_is_described_by_its_address(change, parts):

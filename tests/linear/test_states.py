@@ -20,7 +20,16 @@ from attnlab.linear.state_call import make_call
 from attnlab.linear.state_case import STATE_OPS, StateCase, plain_fields, variants_of
 from attnlab.linear.state_check import check_op, check_states, statements, xray_state
 from attnlab.linear.state_claims import Trial, coded_plan, measure, read_slots, stored_facts
-from attnlab.linear.state_plan import Units, evaluate, right_plan, rules
+from attnlab.linear.state_plan import (
+    HELD_BETA,
+    INNER_BETA,
+    READ_SCALE,
+    SCORES_SCALE,
+    Units,
+    evaluate,
+    right_plan,
+    rules,
+)
 
 # An op that FLA's record binds: one program per sequence and head, written for this test.
 KERNEL = """
@@ -202,6 +211,18 @@ def few(op):
 RULES = {rule.text: rule for rule in rules()}
 
 
+def test_parts_of_a_chunk_without_scale_or_beta_add_up():
+    """The output is scale × (read + scores); without beta in both subtractions, beta multiplies values."""
+    call = make_call(StateCase(op="fla_chunk_gated_delta_rule", query_lens=(70, 3)))
+    plan = right_plan(call)
+    right = evaluate(plan).output
+    parts = [evaluate(plan.without(part)).output for part in (READ_SCALE, SCORES_SCALE)]
+    torch.testing.assert_close(parts[0] + parts[1], (1 + 1 / plan.scale) * right)
+    found = evaluate(plan.without(INNER_BETA, HELD_BETA)).output
+    expected = evaluate(plan.replace(held_beta=torch.ones_like(plan.held_beta))).output
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -216,6 +237,8 @@ RULES = {rule.text: rule for rule in rules()}
         ),
         ("fla_chunk_gated_delta_rule", "the state is lost after every 64 tokens"),
         ("fla_chunk_gated_delta_rule", "missing: the gate of a whole chunk"),
+        ("fla_chunk_gated_delta_rule", "missing: the scale, where the output reads the state"),
+        ("fla_chunk_gated_delta_rule", "missing: beta, in the subtraction within a chunk"),
         ("fla_chunk_kda", "the gate is missing"),
         ("fla_chunk_simple_gla", "no state is loaded: each sequence begins from 0"),
     ],
