@@ -143,6 +143,7 @@ def test_blocks_that_sequences_share_get_copies():
     assert len(own.given.block_table.unique()) > len(table.unique())
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_explained_if_the_recorded_output_is_right(tmp_path):
     lab, backend = Lab(), f"{FAULTY}:values_not_rescaled"
     call = saved(CASE, lab, tmp_path)

@@ -203,12 +203,9 @@ def test_a_defect_in_one_kernel_alone_is_placed():
 
 
 @pytest.mark.parametrize(
-    ("op", "empty"),
-    [
-        ("unified_attention", "nan"),
-        ("decode_attention_fwd", "garbage"),
-    ],
+    ("op", "empty"), [("unified_attention", "nan"), ("decode_attention_fwd", "garbage")]
 )
+@pytest.mark.quick("decode_attention_fwd-garbage")
 def test_ops_that_take_all_from_the_cache(op, empty):
     """They read every new token from the cache, so every missing one, not only the newest."""
     lens = {"query_lens": (1,) * 12} if op == "decode_attention_fwd" else {}

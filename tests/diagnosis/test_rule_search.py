@@ -114,6 +114,7 @@ def exchanged(one: torch.Tensor) -> tuple[int, ...]:
     ],
     ids=["contiguous", "exchanged"],
 )
+@pytest.mark.quick("exchanged")
 def test_a_read_with_other_strides_is_described(op, change, text):
     case = hostile(
         op=op, platform="sm_90", empty_slots="garbage", kv_layout="fused", num_heads=4,
@@ -131,6 +132,7 @@ def test_a_read_with_other_strides_is_described(op, change, text):
         (values_by_group, ("cached values", "(KV head // num_queries_per_kv) × stride")),
     ],
 )
+@pytest.mark.quick("queries_of_kv_heads-parts0")
 def test_a_wrong_read_is_described_by_its_address(change, parts):
     case = hostile(op="unified_attention", platform="sm_90", empty_slots="garbage")
     diagnosis = diagnose(case, lab=reads_wrong(change))
