@@ -38,7 +38,7 @@ from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.library.op import names_in, package_of
 from attnlab.linear.state_call import StateCall, make_call
-from attnlab.linear.state_case import StateCase
+from attnlab.linear.state_case import RECORDS, StateCase
 from attnlab.linear.state_plan import right_plan
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
@@ -184,9 +184,14 @@ def write_reports(
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
-        facts["script"], facts["no_script"] = _script(finding.case, facts), ""
-        if OPS[finding.op].library != "vllm" and backend is not None:
+        facts["script"], facts["no_script"] = "", ""
+        if (state := finding.state_case) is not None:
+            if backend is not None and backend.op_source is not None:
+                facts["script"] = state_script(state, backend.op_source, finding.title)
+        elif OPS[finding.op].library != "vllm" and backend is not None:
             facts["script"], facts["no_script"] = _library_script(finding, backend)
+        else:
+            facts["script"] = _script(finding.case, facts)
         for suffix, text in (("py", facts["script"]), ("md", render("upstream.md.j2", facts))):
             if text:
                 write_text(folder / f"{name}.{suffix}", text)
@@ -229,24 +234,30 @@ def has_script(case: Case) -> bool:
 
 def _facts(finding: Finding, version: str) -> dict[str, Any]:
     """Return the values that the templates use for a finding."""
-    case = finding.case
-    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    case, record = finding.case, RECORDS[finding.op]
     facts = {
         "title": f"{finding.op}: {_of_it(finding)}",
         "what": f"`{finding.op}`: {KINDS[finding.kind]}",
         "evidence": finding.evidence.rstrip("."),
         "diagnosis": finding.title,
         "version": version,
-        "package": package_of(OPS[finding.op].library).title,
+        "package": package_of(record.library).title,
         "seen": finding.seen,
         "op": finding.op,
+        "module": record.module,
+        "packages": {name: version_of(name) for name in ("torch", "triton")},
+        "python": platform.python_version(),
+    }
+    if (state := finding.state_case) is not None:
+        fields = ", ".join(f"{name} {value}" for name, value in state.changes().items())
+        lengths = ", ".join(map(str, state.query_lens))
+        return {**facts, "setting": fields, "lengths": lengths, "empty": "", "ignored": ""}
+    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    facts |= {
         "function": OPS[finding.op].function,
-        "module": OPS[finding.op].module,
         "setting": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
-        "packages": {name: version_of(name) for name in ("torch", "triton")},
-        "python": platform.python_version(),
     }
     facts |= argument_facts(case) | ignored_facts(case)
     return {**facts, **_of_case(case)} if has_script(case) else facts
