@@ -24,7 +24,7 @@ from attnlab.case.errors import Unsupported
 from attnlab.case.fields import names_file
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER, WRITE
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.contract import Target, contract
@@ -34,6 +34,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate, is_default
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.library.op import names_in, package_of
@@ -42,7 +43,8 @@ from attnlab.linear.state_case import RECORDS, StateCase
 from attnlab.linear.state_plan import right_plan
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.call_file import stored_tensors
+from attnlab.tensors.call_file import Stored, stored_tensors
+from attnlab.tensors.case_call import presented
 from attnlab.tensors.formats import written_format
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 
@@ -142,6 +144,50 @@ def merge_facts(case: Case) -> dict[str, Any]:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
+
+
+def has_write_script(case: Case) -> bool:
+    """Answer whether a script can reproduce a Case of reshape_and_cache_flash."""
+    return case.op == WRITE and case.argument.cache is None and case.argument.base in _WRITTEN
+
+
+_WRITTEN = {NONE: "flash", "spaced_values": "flash", "gaps": "flash", "diffkv": "one"}
+_WRITTEN |= {"head_major": "turned", "head_major_packed": "packs"}
+
+
+def write_facts(case: Case) -> dict[str, Any]:
+    """Return the call of a cache write as text: its exact arguments, and the cache's layout."""
+    plain = case.replace(backend="model", op_argument=NONE, trace_reads=False)
+    call, target = Lab().call(plain).cpu().with_buffer(), Target.of(plain)
+    given = arguments_of(presented(call), target)
+    passed = pass_argument(case, given, {*given, "interleaved_v_pack_factor"})
+    used = {name: one for name, one in passed.arguments.items() if name != "output"}
+    tensors = {name: _small(one) for name, one in used.items() if isinstance(one, torch.Tensor)}
+    storages, stored = stored_tensors(tensors)
+    function = passed.function or (OPS[case.op].module, OPS[case.op].function)
+    return {
+        "module": function[0],
+        "function": function[1],
+        "storages": {name: _text(one.numpy().tobytes()) for name, one in storages.items()},
+        "arguments": {
+            name: _placed(stored[name]) if name in stored else repr(one)
+            for name, one in used.items()
+        },
+        "layout": _WRITTEN[case.argument.base],
+        "x": 16 // given["value_cache"].element_size(),
+        "block_size": case.block_size,
+        "num_slots": case.total_blocks * case.block_size,
+        "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
+        "scales": [case.k_scale, case.v_scale],
+    }
+
+
+def _placed(one: Stored) -> str:
+    """Return the expression of a tensor in a memory of the script."""
+    place = f"{one.shape}, {one.stride}, {one.offset}"
+    return f'tensor("{one.storage}", torch.{one.dtype}, {place})'
+
+
 # Fields that the script implements or that do not affect it.
 _KNOWN = {*MASK_DATA} | {
     *re.findall(
@@ -216,6 +262,8 @@ def _script(case: Case, facts: dict[str, Any]) -> str:
         return render("merge_repro.py.j2", {**facts, **merge_facts(case)})
     if has_ignored_script(case):
         return render("ignored_repro.py.j2", {**facts, **_of_case(case)})
+    if has_write_script(case):
+        return render("write_repro.py.j2", {**facts, **write_facts(case)})
     return render("repro.py.j2", facts) if has_script(case) else ""
 
 
@@ -258,6 +306,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "setting": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
+        "writes": case.spec.writes_cache,
     }
     facts |= argument_facts(case) | ignored_facts(case)
     return {**facts, **_of_case(case)} if has_script(case) else facts
