@@ -220,10 +220,10 @@ def test_a_script_without_vllm_exits_with_2(tmp_path: Path) -> None:
 
 
 def test_a_finding_without_a_script_has_a_text(tmp_path: Path) -> None:
-    """A merge, a cache write, and a case without its new tokens have no script."""
+    """A merge with gaps, a cache write with scales, and a case without its new tokens have no script."""
     for changes in (
         {"op": "merge_attn_states", "backend": "vllm", "op_argument": "gaps"},
-        {"op": "reshape_and_cache_flash"},
+        {**WRITE, "op_argument": "int8_per_token_head"},
         {"fill": "context_only"},
     ):
         case = CASE.replace(**changes)
