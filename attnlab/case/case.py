@@ -546,10 +546,6 @@ class Case(Declared, CaseQuantities):
         Declared.__post_init__(self)
         check_rules(self)
 
-    def to_json(self) -> str:
-        """Return every field as one JSON object."""
-        return json.dumps(dataclasses.asdict(self))
-
     def reduced(self) -> "Case":
         """Return the Case of a smaller draw: 8 heads, or those of one KV head if more; lengths up to 128."""
         return self.replace(

@@ -504,6 +504,10 @@ class Declared:
         """Return every field as a value of strict JSON."""
         return json_fields(self)
 
+    def to_json(self) -> str:
+        """Return every field as one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Return the object of a mapping; raise InvalidCase for a name that is not a field."""

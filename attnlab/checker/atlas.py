@@ -25,9 +25,14 @@ from attnlab.case.masks import MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS
 from attnlab.case.shown import json_value
-from attnlab.checker.case_run import with_imports
+from attnlab.checker.case_check import (
+    COST_S,
+    has_horizons,
+    is_callers_fault,
+    ops_with_files,
+)
 from attnlab.checker.check import usual_platform
-from attnlab.checker.finding import HORIZON, KINDS, Finding
+from attnlab.checker.finding import HORIZON, KINDS, Finding, case_of
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.plan import (
     Outcomes,
@@ -38,6 +43,7 @@ from attnlab.checker.plan import (
     estimated_bytes,
     findings_of,
     has_run,
+    op_of,
     packaged_costs,
     why_not_run,
 )
@@ -54,12 +60,15 @@ from attnlab.checker.releases import (
     ReleasePlan,
     ReleaseTable,
     op_digest,
+    op_files,
     why_no_verdict,
 )
-from attnlab.checker.report import NotRun, OnProgress, counted, ignore_progress, op_of, watching
+from attnlab.checker.report import NotRun, OnProgress, counted, ignore_progress, watching
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.decision import NEVER_WRITTEN
+from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
+from attnlab.linear.state_case import RECORDS, STATE_OPS
 from attnlab.mutation.power import ChangedTest
 from attnlab.tasks.run import TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
@@ -68,8 +77,13 @@ from attnlab.tasks.task import Engine, Stop, Task, never
 COMMAND = "atlas"
 Fields = dict[str, Any]  # of a Case, without those that choose the op and the library
 ANY_OP = "*"  # a call that any op may get
+HORIZONS: Fields = {
+    "horizon": True
+}  # in place of a call: asks at which sizes int32 addresses overflow
 FOUND = "found by checks"
-_RAISED_AT = re.compile(r"^\S+\.py:#: \w+: ")  # of a diagnosis, where which exception was raised
+_RAISED_AT = re.compile(
+    r"^\S+\.py:(#|\d+): \w+: "
+)  # of a diagnosis, where which exception was raised
 _BEGIN = 30
 _TILE = 16  # query heads; kernels have faults with more per KV head
 _KIND_OF_ITS_OWN = ("freed_leaked", "tail_leaked")  # a check calls them reads of slots
@@ -87,6 +101,7 @@ _FEATURES = {
 }
 _FEATURES |= {"kv_cache_dtype", "kv_layout", "num_splits", "interleave_v", "distribution"}
 _PLACE = ("op", "backend", "release", "platform")
+_STATE_S, _STATE_BYTES = 1.0, 256 << 20  # of a small case of linear attention
 _ORDER = (FINDING, NOT_RUN, OTHER, SOUND, ABSENT)  # which state of several ops a cell has
 
 
@@ -129,9 +144,9 @@ class KnownFault:
         return is_own_call and finding.op in self.found_in and bool(labels & NAMELESS)
 
 
-def _sort(op: str) -> tuple[bool, bool]:
-    """Return what kind of op it is: one that writes the cache, one that merges, or attention."""
-    return OPS[op].writes_cache, OPS[op].merges
+def _sort(op: str) -> tuple[bool, bool] | bool:
+    """Return what kind of op it is: one that writes the cache, one that merges, attention, or linear."""
+    return op in STATE_OPS or (OPS[op].writes_cache, OPS[op].merges)
 
 
 def label_of(finding: Finding) -> str:
@@ -171,8 +186,12 @@ def _findings(document: Mapping[str, Any]) -> Iterator[tuple[Finding, str]]:
     names = ("op", "kind", "evidence", "diagnosis", "names", "description", "case")
     for one in document["faults"] if "faults" in document else document["findings"]:
         has_case = one["kind"] in KINDS and one["kind"] != HORIZON and one.get("last", True)
-        if has_case and one["op"] in OPS:
+        if has_case and one["op"] in RECORDS:
             fields = {name: one[name] for name in names if name in one}
+            if "diagnosis" not in one:  # a check of linear attention
+                is_raised = one["kind"] == "fails"
+                fields |= {"diagnosis": one["evidence"] if is_raised else "described"}
+                fields |= {"description": one["title"]}
             yield Finding.from_verdict({"evidence": "", **fields}), one.get("line", "")
 
 
@@ -252,7 +271,7 @@ def _catalogue(
 
 def _telling_calls(release: Release, op: str, platform: str) -> Iterator[tuple[str, Fields]]:
     """Yield each defect whose effect a hostile Case of an op shows, with the plainest such Case."""
-    if OPS[op].writes_cache:
+    if op in STATE_OPS or OPS[op].writes_cache:
         return
     cases = [
         one
@@ -262,6 +281,8 @@ def _telling_calls(release: Release, op: str, platform: str) -> Iterator[tuple[s
     cases += [one.replace(empty_slots="zeros") for one in cases]  # without what else NaN would show
     lab, left = Lab(keep=1, device="cpu"), {**DEFECTS}
     for case in sorted(cases, key=_plainness):
+        if is_callers_fault(lab, case):
+            continue
         test = ChangedTest.of(case, {}, lab)
         for name, defect in [*left.items()]:
             if defect.harmless or (OPS[op].merges and defect.family not in _OF_MERGES):
@@ -304,19 +325,34 @@ class AtlasPlan(ReleasePlan):
         for op in self.ops:
             for owner in calls.owners(op):
                 backend = next(one.backend for one in self.releases if one.version == owner)
+                own: dict[str, Task] = {}
                 for fields in (call for fault in self.faults for call in fault.calls_at(op)):
                     with contextlib.suppress(InvalidCase):
-                        case = calls.case(op, owner, fields)
-                        key = key_of(op, owner, case)
-                        if key not in found:
-                            found[key] = Task(
-                                key=key,
-                                payload={"library": owner, "case": case.changes()},
-                                cost_s=cost_s(self.costs, cost_key(case)),
-                                memory_bytes=estimated_bytes(case, backend),
-                                limit_s=self.case_limit_s,
-                            )
+                        task = self._task(owner, backend, calls.case(op, owner, fields))
+                        own.setdefault(task.key, task)
+                if own and has_horizons(backend):
+                    task = self._horizon_task(op, next(iter(own.values())))
+                    own[task.key] = task
+                found |= own
         return [*found.values()]
+
+    def _task(self, owner: str, backend: Backend, case: Case) -> Task:
+        """Return the task of a Case, or StateCase, in a release."""
+        is_state = case.op in STATE_OPS
+        return Task(
+            key=key_of(case.op, owner, case),
+            payload={"library": owner, "case": {"op": case.op, **case.changes()}},
+            cost_s=_STATE_S if is_state else cost_s(self.costs, cost_key(case)),
+            memory_bytes=_STATE_BYTES if is_state else estimated_bytes(case, backend),
+            limit_s=self.case_limit_s,
+        )
+
+    def _horizon_task(self, op: str, first: Task) -> Task:
+        """Return the task that asks for the int32 horizons of an op; ``first``: a call of it."""
+        asked = {"horizon": ops_with_files(op, self.ops), "addresses": True}
+        payload = {**first.payload, **asked}
+        key = horizon_key(op, payload["library"])
+        return dataclasses.replace(first, key=key, payload=payload, cost_s=COST_S)
 
     def _facts(self) -> Header:
         """Return what decides the Case of a call."""
@@ -347,16 +383,18 @@ class AtlasPlan(ReleasePlan):
         return {**super().header(tasks, shard), **more}
 
 
+def horizon_key(op: str, owner: str) -> str:
+    """Return the key of the task that asks for the int32 horizons of an op of a release."""
+    return f"{owner}/{op}/horizon"
+
+
 def source_line(release: Release, op: str, text: str) -> str:
     """Return the first line of an op's files with a text, as "file:line text"; "" if there is none.
 
     A second line of ``text`` is in the line after it.
     """
     first_text, _, next_text = text.partition("\n")
-    source = release.source
-    first = source.op_file(OPS[op].module)
-    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
-    for file in (first, *sorted(with_imports(first, folders) - {first})):
+    for file in op_files(release.source, op):
         lines = file.read_text().splitlines()
         for number, (line, after) in enumerate(pairwise([*lines, ""]), 1):
             if first_text in line and next_text in after:
@@ -377,17 +415,22 @@ def atlas_plan(
         for op in release.backend.ops:
             if op_digest(release.source, op) is not None:
                 ops[op] = release
-    platforms = {
-        op: OPS[op].platform_of(usual_platform(one.backend.ops)) for op, one in ops.items()
-    }
+    platforms = {op: _platform_of(op, one.backend) for op, one in ops.items()}
     return AtlasPlan(
         releases=tuple(releases),
-        ops=tuple(op for op in OPS if op in ops),
+        ops=tuple(op for op in RECORDS if op in ops),
         platforms=platforms,
         faults=known_faults({**packaged_faults(), **faults}, ops, platforms),
         case_limit_s=case_seconds or AtlasPlan.case_limit_s,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
+
+
+def _platform_of(op: str, backend: Backend) -> str:
+    """Return the platform that is modelled for an op of a backend."""
+    if op in STATE_OPS:
+        return AtlasPlan.platform
+    return OPS[op].platform_of(usual_platform(backend.ops))
 
 
 def key_of(op: str, owner: str, case: Case) -> str:
@@ -408,6 +451,8 @@ class Calls:
 
     def case(self, op: str, owner: str, fields: Fields) -> Case:
         """Return the Case of a call in an op of a release. Raises InvalidCase if its rules refuse it."""
+        if op in STATE_OPS:
+            return case_of(op, {**fields, "platform": self.header["platforms"][op]})
         place = {
             "op": op,
             "backend": self.header["backends"][owner],
@@ -420,6 +465,8 @@ class Calls:
 
     def key(self, op: str, owner: str, fields: Fields) -> str:
         """Return the key of the task of a call. Raises InvalidCase as :meth:`case`."""
+        if fields == HORIZONS:
+            return horizon_key(op, owner)
         return key_of(op, owner, self.case(op, owner, fields))
 
 
@@ -462,6 +509,8 @@ class _Atlas:
         for op in self.header["options"]["ops"]:
             calls = [one for fault in self.known for one in fault.calls_at(op)]
             found[op] = list({str(one): one for one in calls}.values())
+            if any(horizon_key(op, owner) in self.tasks for owner in self.calls.owners(op)):
+                found[op].append(HORIZONS)
         return found
 
     def seen(self, op: str, owner: str, fields: Fields) -> _Seen:
@@ -476,14 +525,17 @@ class _Atlas:
             task = self.tasks[self.calls.key(op, owner, fields)]
         except InvalidCase as error:
             return _Seen(state=ABSENT, text=str(error))
+        except KeyError:
+            return _Seen(state=ABSENT, text="no call of the op runs there")
         outcome = self.outcomes.get(task.key)
         if outcome is None:
             return _Seen(state=NOT_RUN, text=self.stopped)
         found = tuple(_decided(one) for one in findings_of(task, outcome) if one.is_fault)
         if found:
-            return _Seen(state=FINDING, findings=found)
+            text = "" if outcome.verdict is None else str(outcome.verdict["unsupported"])
+            return _Seen(state=FINDING, text=text, findings=found)
         if outcome.verdict is not None and outcome.verdict["ran"]:
-            return _Seen(state=SOUND)
+            return _Seen(state=SOUND, text=str(outcome.verdict["unsupported"]))
         has_limit = outcome.verdict is not None and not outcome.verdict["not_run"]
         return _Seen(state=ABSENT if has_limit else NOT_RUN, text=why_no_verdict(outcome))
 
@@ -509,11 +561,14 @@ class _Atlas:
         label = label_of(finding)
         key = (finding.kind, label) if label not in NAMELESS else finding.group
         if key not in new:
+            calls = {op: [fields] for op, calls in self._at.items() if fields in calls}
             new[key] = dataclasses.replace(
                 _found_fault(finding),
-                calls={op: [fields] for op, calls in self._at.items() if fields in calls},
+                calls={} if fields == HORIZONS else calls,
                 found_in=(finding.op,),
             )
+        if fields == HORIZONS:
+            new[key].calls[finding.op] = [fields]
 
     @cached_property
     def _named(self) -> dict[tuple[str, str, str], list[Fields]]:
@@ -539,17 +594,21 @@ class _Atlas:
         states: list[tuple[_Seen, Fields]] = []
         for fields in [*own, *(one for one in more if one not in own)]:
             seen = self.seen(op, owner, fields)
-            if seen.state == FINDING:
+            if fields == HORIZONS:
+                seen = _of_horizon(fault, seen)
+            elif seen.state == FINDING:
                 shown = [one for one in seen.findings if fault.is_shown(one, fields in own)]
                 state, of = (FINDING, shown) if shown else (OTHER, [*seen.findings])
+                if shown and not shown[0].description:
+                    of = [dataclasses.replace(one, description=fault.title) for one in shown]
                 seen = _Seen(state=state, findings=tuple(of), text=_numbers(of))
             if seen.state != OTHER or fields in own:
                 states.append((seen, fields))
         if not states:
             return _Seen(state=ABSENT, text="no call of it shows the fault"), None
         best, fields = min(states, key=lambda one: _ORDER.index(one[0].state))
-        case = None if best.state == ABSENT else self.calls.case(op, owner, fields)
-        return best, case
+        has_case = best.state != ABSENT and fields != HORIZONS
+        return best, self.calls.case(op, owner, fields) if has_case else None
 
     def fault(self, known: KnownFault) -> Fault:
         """Return a row of the table."""
@@ -597,7 +656,9 @@ class _Atlas:
         command = one.command
         is_first_sound = not any(one.state == SOUND and one.command for one in runs.values())
         has_command = seen.state in (FINDING, OTHER) or (seen.state == SOUND and is_first_sound)
-        if case is not None and not command and has_command:
+        if seen.findings and seen.findings[0].horizon and not command:
+            command = seen.findings[0].run(version.rpartition(" ")[2])
+        elif case is not None and not command and has_command:
             command = (seen.findings[0].case if seen.findings else case).to_cli()
         runs[key] = dataclasses.replace(one, releases=(*one.releases, version), command=command)
         place = self.header["lines"].get(owner, {}).get(f"{op} {known.lines.get(op)}")
@@ -615,6 +676,21 @@ class _Atlas:
             diagnosis=known.diagnosis,
             description=known.title,
         )
+
+
+def _of_horizon(fault: KnownFault, seen: _Seen) -> _Seen:
+    """Return what the horizons of an op say about the address of a fault.
+
+    An address without a finding is right up to the sizes that fit on a GPU, if its kernel ran.
+    """
+    shown = [one for one in seen.findings if fault.is_shown(one, True)]
+    if shown:
+        return _Seen(state=FINDING, findings=tuple(shown), text=_numbers(shown))
+    kernel = fault.diagnosis.partition(":")[0]
+    has_run = seen.state in (FINDING, SOUND) and f"horizon of {kernel}:" not in seen.text
+    if has_run or seen.state == ABSENT:
+        return _Seen(state=SOUND if has_run else ABSENT, text="" if has_run else seen.text)
+    return _Seen(state=NOT_RUN, text=seen.text)
 
 
 def _numbers(findings: Sequence[Finding]) -> str:

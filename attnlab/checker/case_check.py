@@ -1,5 +1,6 @@
 """Check one Case: run it, and return the faults and observations of the kernels."""
 
+import ast
 import dataclasses
 import functools
 import re
@@ -18,6 +19,7 @@ from attnlab.case.errors import (
     KernelFailed,
     KernelRejected,
     OutOfMemory,
+    Unavailable,
     Unsupported,
 )
 from attnlab.case.fields import runs_triton
@@ -64,6 +66,9 @@ from attnlab.kernels.triton.coverage import measuring
 from attnlab.kernels.vllm.features import unchanged_sources
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import LSE, PADDING, ErrorMap
+from attnlab.linear.run import SourceRunner
+from attnlab.linear.state_case import STATE_OPS, StateCase
+from attnlab.linear.state_check import tried
 from attnlab.tasks.task import Job
 from attnlab.tensors.case_call import data_of_lengths, data_of_seq
 
@@ -641,8 +646,10 @@ class CheckJob(Job):
         elif "findings" in payload:
             verdict = {"findings": [one.to_verdict() for one in _named(lab, backend, payload)]}
         elif "horizon" in payload:
-            case = Case.from_dict(payload["case"])
-            verdict = horizon_verdict(backend, case, payload["horizon"])
+            case, of_addresses = Case.from_dict(payload["case"]), "addresses" in payload
+            verdict = horizon_verdict(backend, case, payload["horizon"], of_addresses)
+        elif payload["case"].get("op") in STATE_OPS:
+            verdict = state_verdict(backend, StateCase.from_dict(payload["case"]))
         else:
             case, names = Case.from_dict(payload["case"]), not payload.get(UNNAMED)
             with measuring() if self.coverage else nullcontext() as measured:
@@ -726,6 +733,27 @@ def case_verdict(lab: Lab, backend: Backend, case: Case, names: bool = True) -> 
     return {**verdict, **reads, "ran": True, "findings": [one.to_verdict() for one in findings]}
 
 
+def state_verdict(backend: Backend, case: StateCase) -> Verdict:
+    """Run a case of linear attention and return its verdict, with the keys of ``case_verdict``."""
+    source = backend.op_source
+    assert source is not None
+    verdict: Verdict = {"ran": False, "findings": [], "unsupported": "", "not_run": ""}
+    found = tried(case, SourceRunner(source=source, platform=case.platform))
+    if isinstance(found, KernelFailed):
+        kind, text = "fails", str(found)
+        diagnosis = re.sub(r":\d+: ", ":#: ", text)
+    elif isinstance(found, AttnLabError):
+        key = "not_run" if isinstance(found, Unavailable) else "unsupported"
+        return {**verdict, key: str(found)}
+    else:
+        kind, text = found.kind, found.evidence
+        diagnosis = "unexplained"
+    one = Finding(
+        op=case.op, kind=kind, case=cast(Case, case), evidence=text, diagnosis=diagnosis
+    )  # fmt: skip
+    return {**verdict, "ran": True, "findings": [one.to_verdict()] if kind else []}
+
+
 GPU_MEMORY = 288  # GB, as in _WORDS of a finding
 COST_S = 1.5  # of an op, in the units of costs.json
 # The model whose sizes the other arguments have. vLLM runs its Triton decode for latent caches only.
@@ -768,10 +796,13 @@ def ops_with_files(op: str, ops: Sequence[str]) -> list[str]:
     return [op, PREFILL] if op == WRAPPER and PREFILL not in ops else [op]
 
 
-def horizon_verdict(backend: Backend, case: Case, ops: Sequence[str]) -> dict[str, Any]:
+def horizon_verdict(
+    backend: Backend, case: Case, ops: Sequence[str], of_addresses: bool = False
+) -> dict[str, Any]:
     """Return the verdict of the horizons of a Case's op, with the keys of ``case_verdict``.
 
-    ``ops``: those of :func:`ops_with_files`.
+    ``ops``: those of :func:`ops_with_files`. ``of_addresses``: a finding for each address and size, not for
+    each kernel and size.
     """
     source = backend.op_source
     assert source is not None
@@ -787,19 +818,36 @@ def horizon_verdict(backend: Backend, case: Case, ops: Sequence[str]) -> dict[st
         )
     except AttnLabError as error:
         return {**verdict, "ran": False, "unsupported": f"int32 horizons: {error}"}
-    verdict["findings"] = [one.to_verdict() for one in _findings(found, case)]
+    verdict["findings"] = [one.to_verdict() for one in _findings(found, case, of_addresses)]
     reasons = [f"int32 horizon of {one.kernel}: {one.why}" for one in found.not_run]
     return {**verdict, "unsupported": "; ".join(reasons)}
 
 
-def _findings(found: Survey, case: Case) -> Iterator[Finding]:
-    """Yield a finding or an observation for each kernel and size, at its smallest value."""
-    nearest: dict[tuple[str, str], list[Row]] = {}
+def _findings(found: Survey, case: Case, of_addresses: bool) -> Iterator[Finding]:
+    """Yield a finding or an observation for each kernel, or address, and size, at its smallest value."""
+    nearest: dict[tuple[str, str, str], list[Row]] = {}
     for row in found.rows:
-        nearest.setdefault((row.kernel.kernel, row.statement.size), []).append(row)
-    for rows in nearest.values():
+        address = _address(row) if of_addresses else ""
+        nearest.setdefault((row.kernel.kernel, address, row.statement.size), []).append(row)
+    for (kernel, address, _), rows in nearest.items():
         first = min(rows, key=lambda row: row.statement.wrong_at or 0)
-        yield _of_horizon(first, sum(1 + row.also for row in rows) - 1, case, found.deployment)
+        one = _of_horizon(first, sum(1 + row.also for row in rows) - 1, case, found.deployment)
+        if address:
+            words = _WORDS[first.statement.size]
+            text = f"{kernel}: the int32 address {address} overflows with many {words}"
+            one = dataclasses.replace(one, diagnosis=text, description=text)
+        yield one
+
+
+def _address(row: Row) -> str:
+    """Return the pointer of the access that is wrong, as it is in the source."""
+    assert row.statement.access is not None
+    text = row.statement.access.site.text
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return text
+    return ast.unparse(call.args[0]) if isinstance(call, ast.Call) and call.args else text
 
 
 def _of_horizon(row: Row, more: int, case: Case, deployment: Deployment | None) -> Finding:

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import refuse
 from attnlab.case.ops import OPS
 from attnlab.case.shown import Shown
+from attnlab.linear.state_case import STATE_OPS, StateCase
 
 if TYPE_CHECKING:  # the flags of a check are refused without torch
     from attnlab.diagnosis.claims import KernelLine
@@ -31,6 +32,7 @@ KINDS = {
     "wrong_output": "the output differs from the reference by more than rounding",
     "wrong_bytes": "the cache holds other bytes than it should after the write",
     "wrong_lse": "the log-sum-exp returned with the output is wrong",
+    "wrong_state": "states of linear attention are wrong after the call, and every output is right",
     "rows_not_written": "rows of the output are not written",
     "reads_unwritten_slots": "the output depends on slots that were never written",
     "reads_freed_blocks": "the output depends on blocks that the sliding window has freed",
@@ -81,6 +83,13 @@ _OP_ARGUMENT = "op_argument "
 _TUPLES = ("names", "wrong_in", "right_in", "contents", "horizon")
 
 
+def case_of(op: str, fields: Mapping[str, Any]) -> Case:
+    """Return the Case of an op with some fields; of an op of linear attention a StateCase, which has what
+    findings use: ``op``, ``changes``, ``replace``, ``to_cli``. Raises InvalidCase."""
+    kind = StateCase if op in STATE_OPS else Case
+    return cast(Case, kind.from_dict({**fields, "op": op}))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Finding(Shown):
     """One fault or observation.
@@ -124,6 +133,11 @@ class Finding(Shown):
     def is_fault(self) -> bool:
         """Return whether the finding makes a result wrong."""
         return self.kind in KINDS
+
+    @property
+    def state_case(self) -> StateCase | None:
+        """Return ``case`` as what it is with an op of linear attention, else None."""
+        return cast(StateCase, self.case) if self.op in STATE_OPS else None
 
     @property
     def is_named(self) -> bool:
@@ -252,7 +266,7 @@ class Finding(Shown):
     def from_verdict(cls, fields: Mapping[str, Any]) -> "Finding":
         """Return the finding of :meth:`to_verdict`."""
         tuples = {name: tuple(fields.get(name, ())) for name in _TUPLES}
-        return cls(**{**fields, "case": Case.from_dict(fields["case"]), **tuples})
+        return cls(**{**fields, "case": case_of(fields["op"], fields["case"]), **tuples})
 
 
 def merged_findings(findings: Sequence[Finding]) -> list[Finding]:

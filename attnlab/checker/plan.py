@@ -16,7 +16,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.checker.case_check import COST_S, MAX_TRIES, CheckJob, has_horizons, ops_with_files
 from attnlab.checker.case_run import source_digest, versions, weights_of
 from attnlab.checker.coverage import functions_of
-from attnlab.checker.finding import UNNAMED, Finding, op_locations
+from attnlab.checker.finding import UNNAMED, Finding, case_of, op_locations
 from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.features import unchanged_sources
@@ -299,6 +299,11 @@ def is_case(task: Task) -> bool:
     return "horizon" not in task.payload
 
 
+def op_of(task: Task) -> str:
+    """Return the op of a case."""
+    return str(task.payload["case"].get("op") or Case().op)
+
+
 def digest_of(case: Case) -> str:
     """Return a short digest of all fields of a Case."""
     return hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
@@ -366,7 +371,7 @@ def findings_of(task: Task, outcome: Outcome) -> list[Finding]:
         return [Finding.from_verdict(fields) for fields in outcome.verdict["findings"]]
     if outcome.status not in FAULTS:
         return []
-    case = Case.from_dict(task.payload["case"])
+    case = case_of(op_of(task), task.payload["case"])
     return [
         Finding(
             op=case.op,

@@ -26,6 +26,7 @@ from attnlab.checker.plan import (
     groups,
     has_run,
     is_case,
+    op_of,
     packaged_costs,
     shrink_key,
     shrink_task,
@@ -37,13 +38,14 @@ from attnlab.checker.report import (
     counted,
     ignore_progress,
     name_outputs,
-    op_of,
     watching,
 )
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import Source
-from attnlab.library.op import package_of
+from attnlab.library.op import package_of, state_ops_of
+from attnlab.linear.run import StateBackend
+from attnlab.linear.state_case import RECORDS
 from attnlab.tasks.run import TaskRun, deadline
 from attnlab.tasks.store import ALL, Header, Shard, Store
 from attnlab.tasks.task import Engine, Outcome, Stop, Task, never
@@ -77,10 +79,16 @@ class Release:
 def releases_of(paths: Mapping[str, Path], device: str, library: str = "vllm") -> list[Release]:
     """Return the releases at some paths, which are given by version, with their ops on a device."""
     name = library if library == "vllm" else f"library:{library}"
-    return [
-        Release(version=version, backend=find_backend(name, path, device))
-        for version, path in paths.items()
-    ]
+
+    def backend(path: Path) -> Backend:
+        is_linear = bool(state_ops_of(library))
+        return (
+            StateBackend(library=library, path=path)
+            if is_linear
+            else find_backend(name, path, device)
+        )
+
+    return [Release(version=version, backend=backend(path)) for version, path in paths.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,18 +191,31 @@ class ReleasePlan:
 
 def op_digest(source: Source, op: str) -> str | None:
     """Return a digest of what decides the verdicts of an op in a release; None if it has no such op."""
-    if OPS[op].library != source.package.library:
+    if RECORDS[op].library != source.package.library:
         return None
     try:
-        first = source.op_file(OPS[op].module)
+        found = op_files(source, op)
     except Unsupported:
         return None
     digest = hashlib.sha256(f"{source.rules}\0".encode())
-    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
-    for file in sorted(with_imports(first, folders)):
+    for file in sorted(found):
         digest.update(f"{file.name}\0".encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def op_files(source: Source, op: str) -> list[Path]:
+    """Return the file of an op, then those that it imports; of linear attention all of its package.
+
+    Raises Unsupported if the release has none.
+    """
+    first = source.op_file(RECORDS[op].module)
+    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
+    if op in OPS:
+        found = with_imports(first, folders)
+    else:
+        found = {file for folder in folders.values() for file in folder.rglob("*.py")}
+    return [first, *sorted(found - {first})]
 
 
 # The faults of many releases: which fault of one release is that of another, decided by runs.
@@ -552,8 +573,9 @@ class ReleaseTable(Shown):
         found: dict[str, list[str]] = {}
         for version in self.releases:
             op = next(iter(self.ops[version]), None)
-            title = package_of("vllm" if op is None else OPS[op].library).title
-            found.setdefault(title, []).append(version)
+            package = package_of("vllm" if op is None else RECORDS[op].library)
+            is_only = package.library == package.name
+            found.setdefault(package.title if is_only else package.library, []).append(version)
         return found
 
     @property

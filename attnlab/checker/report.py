@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.op_arguments import NONE
 from attnlab.case.shown import Document, Shown
@@ -20,6 +19,7 @@ from attnlab.checker.finding import (
     Finding,
     KnownFinding,
     Location,
+    case_of,
     location_of,
     merged_findings,
     split_known,
@@ -34,6 +34,7 @@ from attnlab.checker.plan import (
     is_case,
     named_outcomes,
     naming_tasks,
+    op_of,
     shrink_key,
     why_not_run,
 )
@@ -200,11 +201,6 @@ def build_report(
     )
 
 
-def op_of(task: Task) -> str:
-    """Return the op of a case."""
-    return str(task.payload["case"].get("op") or Case().op)
-
-
 def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
     """Return the number of cases of an op that ran."""
     return sum(
@@ -304,7 +300,7 @@ def counted(entries: Iterable[tuple[str, str, Task]]) -> list[NotRun]:
             op=name,
             reason=reason,
             cases=len(of),
-            run=Case.from_dict(of[0].payload["case"]).to_cli(),
+            run=case_of(op_of(of[0]), of[0].payload["case"]).to_cli(),
         )
         for (name, reason), of in found.items()
     ]

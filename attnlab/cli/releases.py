@@ -20,7 +20,7 @@ from attnlab.cli.sharded import (
     print_shard,
     write_ci_files,
 )
-from attnlab.library.op import Package, libraries, ops_of, package_of
+from attnlab.library.op import Package, libraries, package_of
 from attnlab.tasks.run import interruptible
 
 if TYPE_CHECKING:
@@ -269,9 +269,8 @@ def _atlas(args: argparse.Namespace) -> int:
 def _sources(text: str) -> tuple[str, dict[str, Path]]:
     """Return a library and the paths of its releases, by name and version, of LIBRARY:RELEASES."""
     library, colon, releases = text.partition(":")
-    known = [one for one in libraries() if ops_of(one)]
-    if not colon or library not in known:
-        refuse("releases", f"LIBRARY:RELEASES with a library of {', '.join(known)}", text)
+    if not colon or library not in libraries():
+        refuse("releases", f"LIBRARY:RELEASES with a library of {', '.join(libraries())}", text)
     package = package_of(library)
     if re.fullmatch(r"\d+\.\d+[\w.]*", releases):
         paths = ops_of_releases(releases, package)

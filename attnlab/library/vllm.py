@@ -202,8 +202,9 @@ SEGMENTED_ATTENTION = Op(
         "config": "tiles that a tuner found",
         "rows of more than 8192 new tokens": "the caller computes them with unified_attention",
     },
-    # It has powers of two; its backend has 64, 128 and 256.
-    contract={"sinks": "any", "head_sizes": (16, 32, 64, 128, 256)},
+    # As can_use_segmented_attention says; the op itself does not check it.
+    contract={"sinks": "any", "head_sizes": (64, 128, 256), "dtypes": ("float16", "bfloat16")},
+    kv_cache_dtypes=("auto", "fp8", "fp8_e4m3"),
     hnd=True,
 )
 

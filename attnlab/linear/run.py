@@ -3,14 +3,18 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unsupported
 from attnlab.case.platforms import PLATFORMS
+from attnlab.contracts.contract import Target
+from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import Arguments, evaluate, new_empty_is_scratch, passed
 from attnlab.kernels.plugin import contained, source_function, text_of
 from attnlab.kernels.triton.interpreter import interpreting
@@ -18,10 +22,12 @@ from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import RunLog, other_outside
 from attnlab.kernels.vllm.backend import is_stated, one_line
 from attnlab.kernels.vllm.loader import OnCpu
-from attnlab.kernels.vllm.source import Source
+from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.library.op import package_of, state_ops_of
 from attnlab.linear.state_call import StateCall
 from attnlab.linear.state_plan import Evaluated, Units, right_plan
 from attnlab.linear.state_plan import evaluate as evaluate_plan
+from attnlab.tensors.call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +48,41 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "packed": lambda *parts: torch.cat([one.flatten(1) for one in parts], 1),
     "nan_like": lambda tensor: torch.full_like(tensor, float("nan")).contiguous(),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBackend(Backend):
+    """The ops of linear attention of a library's source; :class:`SourceRunner` runs their cases."""
+
+    library: str
+    path: Path | str | None = None
+
+    device = "cpu"
+
+    @property
+    def name(self) -> str:
+        return f"library:{self.library}"
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(one.name for one in state_ops_of(self.library))
+
+    @cached_property
+    def op_source(self) -> Source:
+        """Return the source, found on first use; raise InvalidCase or Unavailable if there is none."""
+        return find_source(self.path, package_of(self.library))
+
+    @property
+    def version(self) -> str:
+        return self.op_source.text()
+
+    def text(self, kernels: Sequence[str], target: Target) -> str:
+        return self.version
+
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        raise Unsupported(f"{self.name} runs calls of linear attention, not of a paged cache")
 
 
 class _Names(dict[str, Any]):
@@ -97,7 +138,7 @@ class SourceRunner:
         output = evaluate(op.result, names)
         if not isinstance(output, torch.Tensor) or output.shape != call.value.shape:
             shape = list(getattr(output, "shape", ()))
-            text = f"its output has the shape {shape}, not that of the values, {list(call.value.shape)}"
+            text = f"the shape of its output is not that of the values: {shape}, {list(call.value.shape)}"
             raise KernelFailed(text)
         if op.states:
             states = evaluate(op.states, names)

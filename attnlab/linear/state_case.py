@@ -1,17 +1,21 @@
 """StateCase: one call of an op of linear attention, and hostile ones."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Declared, Flag, Int, Lens, Maybe, Number, OneOf, group
+from attnlab.case.ops import OPS
 from attnlab.case.platforms import PLATFORMS
-from attnlab.library.op import StateOp, libraries, state_ops_of
+from attnlab.library.op import Op, StateOp, libraries, state_ops_of
 
 STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
+# Every op by name. OPS gets the records of users' libraries later.
+RECORDS: Mapping[str, Op | StateOp] = ChainMap[str, Any](OPS, STATE_OPS)
 _GATES = {
     "usual": "half of a state is left after some tokens",
     "none": "states do not decay",

@@ -315,22 +315,33 @@ class OpResult:
     not_run: list[str] = dataclasses.field(default_factory=list)
 
 
+def tried(
+    case: StateCase, run: Runner
+) -> Trial | KernelFailed | KernelRejected | Unsupported | Unavailable:
+    """Run a case; return the trial, or what the op raises, or why it cannot run."""
+    try:
+        return Trial.of(case, run)
+    except (KernelFailed, KernelRejected, Unsupported, Unavailable) as error:
+        return error
+
+
 def check_op(op: StateOp, source: Source, platform: str = "sm_90") -> OpResult:
     """Run the hostile cases of an op of a source."""
     run = SourceRunner(source=source, platform=platform)
     result = OpResult(op=op, left_out=[f"{op.name}: {k}, {v}" for k, v in op.left_out.items()])
     trials, reasons, failures = [], {}, dict[str, list[tuple[str, StateCase]]]()
     for reason, case in variants_of(op).items():
-        try:
-            trials.append(Trial.of(case, run))
-            reasons[id(trials[-1])] = reason
-        except KernelFailed as error:
-            failures.setdefault(str(error), []).append((reason, case))
-        except (KernelRejected, Unsupported) as error:
-            result.left_out.append(f"{op.name}, {reason}: {error}")
-        except Unavailable as error:
-            result.not_run.append(f"{op.name}, {reason}: {error}")
+        found = tried(case, run)
+        if isinstance(found, Trial):
+            trials.append(found)
+            reasons[id(found)] = reason
+        elif isinstance(found, KernelFailed):
+            failures.setdefault(str(found), []).append((reason, case))
+        elif isinstance(found, Unavailable):
+            result.not_run.append(f"{op.name}, {reason}: {found}")
             continue
+        else:
+            result.left_out.append(f"{op.name}, {reason}: {found}")
         result.ran += 1
     for text, shown in failures.items():
         result.findings.append(_failure(op, text, shown))
@@ -417,7 +428,6 @@ def _finding(
     """Return the finding of a claim, with a small case."""
     small = min(explained, key=lambda one: sum(one.case.query_lens))
     small = _shrunk(small, claim, run)
-    output = bool(small.deviation.rows.any())
     is_rule = not isinstance(claim, WeightFacts)
     known = claim.text
     if isinstance(claim, WeightFacts):
@@ -428,12 +438,12 @@ def _finding(
         known = f"{_OUTSIDE} ({outside.text()}); {as_if}{known}"
     return StateFinding(
         op=op.name,
-        kind="wrong_output" if output else "wrong_state",
+        kind=small.kind,
         title=known,
         is_rule=is_rule,
         case=small.case,
         reasons=tuple(reasons[id(one)] for one in explained if id(one) in reasons),
-        evidence=f"the largest error is {small.deviation.worst:.3g} times its rounding bound",
+        evidence=small.evidence,
     )
 
 

@@ -174,6 +174,18 @@ class Trial:
         """Answer whether an output or a state is wrong."""
         return not self.deviation.is_right
 
+    @property
+    def kind(self) -> str:
+        """Return "wrong_output", "wrong_state" if every output is right, or "" if nothing is wrong."""
+        if not self.is_wrong:
+            return ""
+        return "wrong_output" if bool(self.deviation.rows.any()) else "wrong_state"
+
+    @property
+    def evidence(self) -> str:
+        """Return the largest error, as text."""
+        return f"the largest error is {self.deviation.worst:.3g} times its rounding bound"
+
     @cached_property
     def seq_of_row(self) -> torch.Tensor:
         """Return the sequence of each row, [tokens] int64."""

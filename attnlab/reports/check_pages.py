@@ -205,8 +205,10 @@ def _title(table: ReleaseTable) -> str:
 
 def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
     finding, first = fault.finding, next(iter(fault.releases), "")
-    is_vllm = finding.case.backend == "vllm" and not finding.horizon
+    is_state = finding.state_case is not None
+    is_vllm = not is_state and finding.case.backend == "vllm" and not finding.horizon
     source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
+    source = " --source SOURCE" if is_state else source
     age = _age(table, fault)
     return Row(
         number=number,

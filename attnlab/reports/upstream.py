@@ -24,7 +24,7 @@ from attnlab.case.errors import Unsupported
 from attnlab.case.fields import names_file
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER, WRITE
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.contract import Target, contract
@@ -34,15 +34,17 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate, is_default
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.library.op import names_in, package_of
 from attnlab.linear.state_call import StateCall, make_call
-from attnlab.linear.state_case import StateCase
+from attnlab.linear.state_case import RECORDS, StateCase
 from attnlab.linear.state_plan import right_plan
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.call_file import stored_tensors
+from attnlab.tensors.call_file import Stored, stored_tensors
+from attnlab.tensors.case_call import presented
 from attnlab.tensors.formats import written_format
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 
@@ -142,6 +144,50 @@ def merge_facts(case: Case) -> dict[str, Any]:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
+
+
+def has_write_script(case: Case) -> bool:
+    """Answer whether a script can reproduce a Case of reshape_and_cache_flash."""
+    return case.op == WRITE and case.argument.cache is None and case.argument.base in _WRITTEN
+
+
+_WRITTEN = {NONE: "flash", "spaced_values": "flash", "gaps": "flash", "diffkv": "one"}
+_WRITTEN |= {"head_major": "turned", "head_major_packed": "packs"}
+
+
+def write_facts(case: Case) -> dict[str, Any]:
+    """Return the call of a cache write as text: its exact arguments, and the cache's layout."""
+    plain = case.replace(backend="model", op_argument=NONE, trace_reads=False)
+    call, target = Lab().call(plain).cpu().with_buffer(), Target.of(plain)
+    given = arguments_of(presented(call), target)
+    passed = pass_argument(case, given, {*given, "interleaved_v_pack_factor"})
+    used = {name: one for name, one in passed.arguments.items() if name != "output"}
+    tensors = {name: _small(one) for name, one in used.items() if isinstance(one, torch.Tensor)}
+    storages, stored = stored_tensors(tensors)
+    function = passed.function or (OPS[case.op].module, OPS[case.op].function)
+    return {
+        "module": function[0],
+        "function": function[1],
+        "storages": {name: _text(one.numpy().tobytes()) for name, one in storages.items()},
+        "arguments": {
+            name: _placed(stored[name]) if name in stored else repr(one)
+            for name, one in used.items()
+        },
+        "layout": _WRITTEN[case.argument.base],
+        "x": 16 // given["value_cache"].element_size(),
+        "block_size": case.block_size,
+        "num_slots": case.total_blocks * case.block_size,
+        "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
+        "scales": [case.k_scale, case.v_scale],
+    }
+
+
+def _placed(one: Stored) -> str:
+    """Return the expression of a tensor in a memory of the script."""
+    place = f"{one.shape}, {one.stride}, {one.offset}"
+    return f'tensor("{one.storage}", torch.{one.dtype}, {place})'
+
+
 # Fields that the script implements or that do not affect it.
 _KNOWN = {*MASK_DATA} | {
     *re.findall(
@@ -184,9 +230,14 @@ def write_reports(
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
-        facts["script"], facts["no_script"] = _script(finding.case, facts), ""
-        if OPS[finding.op].library != "vllm" and backend is not None:
+        facts["script"], facts["no_script"] = "", ""
+        if (state := finding.state_case) is not None:
+            if backend is not None and backend.op_source is not None:
+                facts["script"] = state_script(state, backend.op_source, finding.title)
+        elif OPS[finding.op].library != "vllm" and backend is not None:
             facts["script"], facts["no_script"] = _library_script(finding, backend)
+        else:
+            facts["script"] = _script(finding.case, facts)
         for suffix, text in (("py", facts["script"]), ("md", render("upstream.md.j2", facts))):
             if text:
                 write_text(folder / f"{name}.{suffix}", text)
@@ -211,6 +262,8 @@ def _script(case: Case, facts: dict[str, Any]) -> str:
         return render("merge_repro.py.j2", {**facts, **merge_facts(case)})
     if has_ignored_script(case):
         return render("ignored_repro.py.j2", {**facts, **_of_case(case)})
+    if has_write_script(case):
+        return render("write_repro.py.j2", {**facts, **write_facts(case)})
     return render("repro.py.j2", facts) if has_script(case) else ""
 
 
@@ -229,24 +282,31 @@ def has_script(case: Case) -> bool:
 
 def _facts(finding: Finding, version: str) -> dict[str, Any]:
     """Return the values that the templates use for a finding."""
-    case = finding.case
-    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    case, record = finding.case, RECORDS[finding.op]
     facts = {
         "title": f"{finding.op}: {_of_it(finding)}",
         "what": f"`{finding.op}`: {KINDS[finding.kind]}",
         "evidence": finding.evidence.rstrip("."),
         "diagnosis": finding.title,
         "version": version,
-        "package": package_of(OPS[finding.op].library).title,
+        "package": package_of(record.library).title,
         "seen": finding.seen,
         "op": finding.op,
+        "module": record.module,
+        "packages": {name: version_of(name) for name in ("torch", "triton")},
+        "python": platform.python_version(),
+    }
+    if (state := finding.state_case) is not None:
+        fields = ", ".join(f"{name} {value}" for name, value in state.changes().items())
+        lengths = ", ".join(map(str, state.query_lens))
+        return {**facts, "setting": fields, "lengths": lengths, "empty": "", "ignored": ""}
+    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    facts |= {
         "function": OPS[finding.op].function,
-        "module": OPS[finding.op].module,
         "setting": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
-        "packages": {name: version_of(name) for name in ("torch", "triton")},
-        "python": platform.python_version(),
+        "writes": case.spec.writes_cache,
     }
     facts |= argument_facts(case) | ignored_facts(case)
     return {**facts, **_of_case(case)} if has_script(case) else facts

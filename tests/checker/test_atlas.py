@@ -23,7 +23,9 @@ from attnlab.checker.atlas import (
 from attnlab.checker.finding import Finding
 from attnlab.checker.releases import releases_of
 from attnlab.defects import DEFECTS
+from attnlab.linear.state_check import check_states
 from attnlab.reports.check_pages import write_releases
+from attnlab.reports.upstream import write_reports
 from attnlab.tasks.store import Shard
 from attnlab.tasks.task import InProcess
 
@@ -220,3 +222,98 @@ def test_the_numbers_of_the_kept_atlas():
     for run in (run for one in found for run in one["runs"] if run["state"] == "finding"):
         assert run["text"]
         assert run["command"].startswith("attnlab run --")
+
+
+LINEAR = "vllm_linear_decode"
+# vLLM's decode of lightning attention in torch, with a fault or without.
+LINEAR_SOURCE = """
+import torch
+
+
+def linear_decode_forward_triton(q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32):
+    output = torch.zeros_like(q)
+    for i, slot in enumerate(slot_idx.tolist()):
+        if slot < 0:
+            continue
+        state = kv_caches[slot] * torch.exp(-slope_rate.float().view(-1, 1, 1)){fault}
+        state += torch.einsum("hd,he->hde", k[i, :, 0].float(), v[i, :, 0].float())
+        kv_caches[slot] = state
+        output[i, :, 0] = torch.einsum("hd,hde->he", q[i, :, 0].float(), state).to(q.dtype)
+    return output.transpose(1, 2).reshape(len(q), -1)
+"""
+
+
+@needs_triton
+def test_linear_attention_has_rows_and_cells(tmp_path):
+    """A finding of a check of linear attention is a row; a release is faulty where its call is wrong, and its
+    text has the script. A release whose op raises is not called sound."""
+    paths = {}
+    for version, fault in (("1.0.0", " * 1.5"), ("1.1.0", ""), ("1.2.0", ".no_such")):
+        folder = tmp_path / version / "vllm/model_executor/layers"
+        folder.mkdir(parents=True)
+        (folder / "lightning_attn.py").write_text(LINEAR_SOURCE.replace("{fault}", fault))
+        paths[f"vllm_linear {version}"] = tmp_path / version
+    releases = releases_of(paths, "cpu", "vllm_linear")
+    report = check_states("vllm_linear", tmp_path / "1.0.0", ops=[LINEAR])
+    document = tmp_path / "check.json"
+    document.write_text(json.dumps(report.to_dict()))
+    found = read_faults(document)
+    assert found
+    plan = atlas_plan(releases, faults=found)
+    assert LINEAR in plan.ops
+    table = check_atlas(plan, InProcess())
+    title = next(iter(found)).title
+    (row,) = [one for one in table.found if one.finding.title == title]
+    assert [*row.cells.values()] == ["finding", "sound", "other fault"]
+    run = next(one for one in row.runs if one.state == "finding")
+    assert run.command.startswith(f"attnlab linear --op {LINEAR}")
+    write_releases(tmp_path / "page.html", table)
+    texts = write_reports([row.finding], tmp_path / "r", "1", "cpu", releases[0].backend)
+    assert {one.suffix for one in texts} == {".md", ".py"}
+
+
+# vLLM's merge of partial results, which gives the mean; its kernel has an int32 address, or none.
+MERGE_SOURCE = """
+import torch
+from vllm.triton_utils import tl, triton
+
+
+def merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+    output.copy_((prefix_output + suffix_output) / 2)
+
+
+@triton.jit
+def merge_attn_states_kernel(output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse,
+                             prefix_head_stride, output_head_stride, HEAD_SIZE: tl.constexpr):
+    token = tl.program_id(0){cast}
+    at = token * tl.num_programs(1) * output_head_stride + tl.program_id(1) * output_head_stride
+    tl.store(output + at + tl.arange(0, HEAD_SIZE), 0.0)
+"""
+MERGE = "merge_attn_states"
+
+
+@needs_triton
+def test_an_address_that_overflows_is_a_row(tmp_path):
+    """The size is 2^31 elements of 32 heads of 128; a release with an int64 address is sound."""
+    paths = {}
+    for version, cast in (("0.32.0", ""), ("0.33.0", ".to(tl.int64)")):
+        folder = tmp_path / version / "vllm/v1/attention/ops"
+        folder.mkdir(parents=True)
+        (folder / "triton_merge_attn_states.py").write_text(MERGE_SOURCE.replace("{cast}", cast))
+        (tmp_path / version / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+        paths[f"vllm {version}"] = tmp_path / version
+    call = {"query_lens": [3], "ctx_lens": [20], "num_heads": 2, "head_size": 32, "block_size": 16}
+    plan = AtlasPlan(
+        releases=tuple(releases_of(paths, "cpu")),
+        ops=(MERGE,),
+        platforms={MERGE: "sm_90"},
+        faults=(known("scale_doubled", **{MERGE: call}),),
+    )
+    table = check_atlas(plan, InProcess())
+    (row,) = [one for one in table.found if one.finding.kind == "int32_horizon"]
+    assert [*row.cells.values()] == ["finding", "sound"]
+    assert "with 524,289 tokens of a step" in row.runs[0].text
+    assert "int32 address output + at" in row.finding.title
+    command = row.runs[0].command
+    assert command.startswith("attnlab horizon 0.32.0 --kernel merge_attn_states_kernel")
+    write_releases(tmp_path / "page.html", table)

@@ -68,6 +68,7 @@ OPS_MODULES = (
     "int4_per_token_head",
     "triton_decode_attention",
     "triton_merge_attn_states",
+    "triton_reshape_and_cache_flash",
 )
 
 

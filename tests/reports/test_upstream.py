@@ -50,6 +50,19 @@ FREED = {
     "empty_slots": "nan",
 }
 MERGED = {"op": "merge_attn_states", "backend": "vllm", "query_lens": (1, 2), "ctx_lens": (20, 5)}
+WRITE = {
+    "op": "reshape_and_cache_flash",
+    "backend": "vllm",
+    "query_lens": (1, 2),
+    "ctx_lens": (20, 5),
+}
+WRITE |= {
+    "num_heads": 4,
+    "num_queries_per_kv": 2,
+    "head_size": 32,
+    "block_size": 16,
+    "num_blocks": None,
+}
 # Of each Case the exit code of its script on 0.33.0: 0 right, 1 wrong, 2 undecided.
 SCRIPTS = {
     "gqa": (UNIFIED, 0),
@@ -80,6 +93,15 @@ SCRIPTS = {
         2,
     ),
     "freed blocks": ({**UNIFIED, **FREED}, 0),
+    "a write": (WRITE, 0),
+    "a write of a layout": ({**WRITE, "op_argument": "head_major_packed"}, 0),
+    "a write of values of another width": ({**WRITE, "op_argument": "diffkv"}, 0),
+    "a write ignores strides": ({**WRITE, "op_argument": "padded_tokens"}, 1),
+    "a write of a layout ignores strides": (
+        {**WRITE, "op_argument": "head_major_packed_spaced_values"},
+        1,
+    ),
+    "Triton's interpreter rounds FP8 wrongly": ({**WRITE, **FP8}, 2),
     "NaN of a freed block is multiplied by 0": ({"op": "context_attention_fwd", **FREED}, 1),
 }
 # By mask: the argument that carries it, which an op with an INT4 cache ignores.
@@ -198,10 +220,10 @@ def test_a_script_without_vllm_exits_with_2(tmp_path: Path) -> None:
 
 
 def test_a_finding_without_a_script_has_a_text(tmp_path: Path) -> None:
-    """A merge, a cache write, and a case without its new tokens have no script."""
+    """A merge with gaps, a cache write with scales, and a case without its new tokens have no script."""
     for changes in (
         {"op": "merge_attn_states", "backend": "vllm", "op_argument": "gaps"},
-        {"op": "reshape_and_cache_flash"},
+        {**WRITE, "op_argument": "int8_per_token_head"},
         {"fill": "context_only"},
     ):
         case = CASE.replace(**changes)
