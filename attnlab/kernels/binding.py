@@ -152,12 +152,17 @@ def _slots_of(
 ) -> torch.Tensor:
     """Return the slots of the positions from ``firsts`` (window_starts) to ``ends``, sequence after sequence,
     [n] int64."""
-    size, slots = call.block_size, [call.block_table.new_zeros(0)]
+    slots = [call.block_table.new_zeros(0)]
     firsts = _window_starts(call) if firsts is None else firsts
-    for row, first, end in zip(call.block_table, firsts, ends, strict=True):
-        every = row[:, None] * size + torch.arange(size, device=row.device)
-        slots.append(every.flatten()[first:end])
+    for row, first, end in zip(_slot_table(call), firsts, ends, strict=True):
+        slots.append(row[first:end])
     return torch.cat(slots).long()
+
+
+def _slot_table(call: KernelCall) -> torch.Tensor:
+    """Return the slots of all positions of each sequence, [num_seqs, n] int32."""
+    slots = torch.arange(call.block_size, device=call.query.device)
+    return (call.block_table[..., None] * call.block_size + slots).flatten(1).int()
 
 
 def _flat(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,16 +275,15 @@ def _latent(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _seen_slots(call: KernelCall) -> torch.Tensor:
     """Return the places of the keys that each row and KV head sees, in a list of the heads of all slots,
     [tokens * kv_heads, 1, n] int32, -1 after them; n is a multiple of 16."""
-    size, width = call.block_size, -(-int(call.seq_lens.max()) // 16) * 16
+    width, slots = -(-int(call.seq_lens.max()) // 16) * 16, _slot_table(call)
     heads = torch.arange(call.key.shape[1])[:, None]
     found = torch.full((call.query.shape[0], len(heads), width), -1, dtype=torch.int32)
     ctx_lens = _context_lens(call).tolist()
     for seq, (first, end) in enumerate(pairwise(call.query_start_loc.tolist())):
-        every = (call.block_table[seq][:, None] * size + torch.arange(size)).flatten()
         rows = torch.arange(ctx_lens[seq], ctx_lens[seq] + end - first)
         seen = mask_of(call, seq).visible(rows, 0)
-        own = torch.where(seen[:, None], every[: seen.shape[1]] * len(heads) + heads, -1)
-        found[first:end, :, : own.shape[2]] = own.int()
+        own = slots[seq, : seen.shape[1]] * len(heads) + heads
+        found[first:end, :, : own.shape[1]] = torch.where(seen[:, None], own, -1).int()
     return found.flatten(0, 1)[:, None].to(call.query.device)
 
 
@@ -325,6 +329,7 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "flat_starts": lambda call, target: _sums(call.seq_lens).int(),
     "cache_dtype": lambda call, target: paged.format_of(call, target).dtype,
     "slot_mapping": lambda call, target: _slots(call),
+    "slot_table": lambda call, target: _slot_table(call),
     # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
     "context_lens": lambda call, target: _context_lens(call),
     "window_starts": lambda call, target: _window_starts(call),
