@@ -161,12 +161,14 @@ class _WeightProblem(Problem):
 def _predicted(candidate: Candidate, setup: AttentionSetup) -> torch.Tensor | None:
     """Return the weights of all slots under a defect in its scope, [R, H, N], or None if they do not belong
     to the positions of the sequence."""
-    problem = _WeightProblem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
-    weights = torch.zeros(len(setup.rows), len(setup.heads), setup.num_slots, dtype=torch.float64)
+    call, kernels = setup.call.cpu(), tuple(dict.fromkeys(setup.kernels))
+    problem = _WeightProblem.of_call(call, setup.target, kernels)
+    measured, heads, seqs = (one.cpu() for one in (setup.rows, setup.heads, setup.seq))
+    weights = torch.zeros(len(measured), len(heads), setup.num_slots, dtype=torch.float64)
     starts = problem.row_starts()
-    for seq in setup.seq.unique().tolist():
-        rows = torch.nonzero(setup.seq == seq).flatten()
-        row_slice = RowSlice(seq=seq, tokens=setup.rows[rows] - starts[seq], heads=setup.heads)
+    for seq in seqs.unique().tolist():
+        rows = torch.nonzero(seqs == seq).flatten()
+        row_slice = RowSlice(seq=seq, tokens=measured[rows] - starts[seq], heads=heads)
         inside = candidate.scope is None or seq in candidate.scope.sequences
         compute = candidate.defect.compute if inside else Problem.correct
         output = compute(problem, row_slice).output
@@ -174,7 +176,7 @@ def _predicted(candidate: Candidate, setup: AttentionSetup) -> torch.Tensor | No
             return None
         slots = _slots(problem, setup, seq)
         weights[rows] = weights[rows].index_add(2, slots, output)
-    return weights
+    return weights.to(setup.device)
 
 
 def _slots(problem: Problem, setup: AttentionSetup, seq: int) -> torch.Tensor:

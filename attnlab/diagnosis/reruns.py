@@ -60,13 +60,15 @@ _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and oth
 def second_cases(case: Case) -> Iterator[Case]:
     """Yield cases in which an explanation must hold again: the second case, one without short sequences that
     has decodes and prefills if the same kernels serve both, and one with more heads. If only decodes ran, a
-    further batch of decodes follows, because an op may compute those in another way."""
+    further batch of decodes follows, because an op may compute those in another way; its blocks have another
+    size, if the op has one, so that a part of as many tokens as a block is not taken for one."""
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     mixed = _longer_case(case, _MIXED, 7)
     few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)
     found = [second_case(case), mixed or other_case(case), few and with_more_heads(few)]
     if only_decodes:
-        found.append(_longer_case(case, _DECODES, 11))
+        decodes = _longer_case(case, _DECODES, 11)
+        found.append(decodes and _with_other_blocks(decodes))
     yield from (other for other in found if other is not None)
 
 
@@ -182,6 +184,15 @@ def _longer_case(
         return None
     own, others = set(decide(case).kernels), set(decide(changed).kernels)
     return changed if others == own or (fewer_kernels and others < own) else None
+
+
+def _with_other_blocks(case: Case) -> Case:
+    """Return a case with another block size, or the case itself if that must stay."""
+    for size in () if "block_size" in _FIXED.get() else (8, 16, 32):  # few tiles have 8 keys
+        with contextlib.suppress(InvalidCase):
+            if size != case.block_size:
+                return case.replace(block_size=size, num_blocks=None)
+    return case
 
 
 def with_other_numbers(case: Case) -> Case | None:

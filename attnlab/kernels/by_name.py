@@ -527,12 +527,15 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     where = {name: getattr(made, name) for name in ("name", "summary", "library", "module")}
     where |= {"python_name": made.python_name, "backends": made.backends, "arguments": arguments}
     where |= {"rounding": _UNREAD, "kv_cache_dtypes": ("auto",)}
-    if _likeness(ranked[0], parameters) >= _LIKE:
+    own = _abilities(arguments.values())
+    has_cache = own["cache_layout"] is not None  # a record without one is of another op
+    is_copy = has_cache == (ranked[0].cache_layout is not None)
+    if is_copy and _likeness(ranked[0], parameters) >= _LIKE:
         like = f"{package_of(ranked[0].library).title}'s {ranked[0].name}"
         where["summary"] = f"{made.summary} as those of {like}"
         where |= {"platforms": None, "releases": RELEASES, "strided": False, "hnd": False}
         return dataclasses.replace(ranked[0], **where)
-    return dataclasses.replace(made, **where, **_abilities(arguments.values()))
+    return dataclasses.replace(made, **where, **own)
 
 
 def _likeness(op: Op, parameters: Collection[str]) -> float:

@@ -80,7 +80,11 @@ def test_each_fault_is_one_finding(tmp_path, monkeypatch):
 
 
 FINDING = Finding(
-    op="unified_attention", kind="wrong_output", case=Case(), evidence="", diagnosis="ambiguous"
+    op="unified_attention",
+    kind="wrong_output",
+    case=Case(op="unified_attention"),
+    evidence="",
+    diagnosis="ambiguous",
 )
 
 

@@ -14,7 +14,6 @@ from helpers.cases import hostile
 from helpers.claims import candidate
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import case_of
 from attnlab.cli.main import make_parser
 from attnlab.defects import DEFECTS
@@ -232,12 +231,6 @@ def test_heads_and_sequences_that_did_not_run_are_ignored():
     diagnosis = diagnose(case, output, lab=lab, propose=False)
     assert diagnosis.place is not None
     assert (diagnosis.place.row, diagnosis.place.head) == (20, 3)
-
-
-def test_a_cache_write_is_refused():
-    with pytest.raises(InvalidCase) as refusal:
-        diagnose(hostile(op="reshape_and_cache_flash"))
-    assert refusal.value.field == "op"
 
 
 def test_an_ambiguous_output_gets_a_case_that_distinguishes():

@@ -79,7 +79,7 @@ OWN_FLAGS = [
     (["releases", "--library", "sglang", "0.5.23", "--device", "cuda"], "library must be vllm"),
     (["atlas"], "the following arguments are required: LIBRARY:RELEASES"),
     (["atlas", "vllm"], "releases must be LIBRARY:RELEASES with a library of"),
-    (["atlas", "fla:0.3.0"], "releases must be LIBRARY:RELEASES with a library of"),
+    (["atlas", "nothing:0.3.0"], "releases must be LIBRARY:RELEASES with a library of"),
     (["atlas", "vllm:/no/such"], "releases must be vllm:FIRST..LAST, a version or a path"),
     (["atlas", "vllm:0.33.0", "--shard", "3/2"], "shard must be"),
     (["atlas", "vllm:0.33.0", "--page", "page.txt"], "page must be"),
@@ -177,8 +177,13 @@ OWN_FLAGS = [
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 
-# These need the names of a catalogue whose entries are functions of torch.
-OF_CATALOGUES = (["defects", "nothing"], ["mla", "--fault", "value_offset"])
+# These need a catalogue whose entries are functions of torch.
+OF_CATALOGUES = (
+    ["defects", "nothing"],
+    ["mla", "--fault", "value_offset"],
+    ["power", *SMALL, "--shard", "1/2"],
+    ["power", *SMALL, "--shard", "0/3"],
+)
 
 
 def refused() -> list[list[str]]:

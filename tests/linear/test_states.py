@@ -242,7 +242,17 @@ def test_parts_of_a_chunk_without_scale_or_beta_add_up():
         ("fla_chunk_kda", "the gate is missing"),
         ("fla_chunk_simple_gla", "no state is loaded: each sequence begins from 0"),
     ],
-    ids=["loads", "slot", "accepted", "chunks", "gate of a chunk", "gate", "no state"],
+    ids=[
+        "loads",
+        "slot",
+        "accepted",
+        "chunks",
+        "gate of a chunk",
+        "scale of a read",
+        "beta",
+        "gate",
+        "no state",
+    ],
 )
 @pytest.mark.quick("loads", "chunks", "gate")
 def test_a_planted_rule_is_named(name, text):
