@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Mark the tests of LONG, and, after all other plugins, move those of START_FIRST to the front.
 
-    Where a test names the parameters that are quick, one of each kind, those with the others are slow.
+    Where a test names the parameters that are quick, one of each kind, those with the others are slow, and CI
+    leaves them out.
     """
     unseen: dict[str, set[str]] = {}
     for item in items:
@@ -84,6 +85,7 @@ def pytest_collection_modifyitems(
             unseen.setdefault(item.originalname, {*quick.args}).discard(item.callspec.id)
             if item.callspec.id not in quick.args:
                 item.add_marker("slow")
+                item.add_marker("long")
     if any(unseen.values()) and not any("::" in name for name in config.args):
         raise pytest.UsageError(f"quick must name parameters of the test, got {unseen}")
     yield
