@@ -44,9 +44,10 @@ def random_format_case(name: str, number: int, **changes: object) -> Case:
 
 
 def random_argument_case(name: str, number: int, **changes: object) -> Case:
-    """Return the Case of a number with an op argument of DRAWN; its ops take turns."""
+    """Return the Case of a number with an op argument of DRAWN; its ops of vLLM take turns."""
     rng, argument = random.Random(f"{name} {number}"), OP_ARGUMENTS[name]
-    ops = (UNIFIED,) if name == "fp8_query" else argument.ops  # others have no scale for it
+    ops = tuple(one for one in argument.ops if OPS[one].library == "vllm")
+    ops = (UNIFIED,) if name == "fp8_query" else ops  # others have no scale for it
     op = OPS[ops[number % len(ops)]]
     group, heads = rng.choice((1, 2, 4)), rng.choice((1, 2))
     is_fp8 = op.k_scale is not None and rng.random() < 0.3
