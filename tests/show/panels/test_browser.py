@@ -23,8 +23,8 @@ LONG_MS = 120_000  # a limit for slow machines; every wait ends with a state of 
 TRIES, SHOWN_MS = 4, 30_000  # to show a panel, and for each
 SIZE = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60}
 
-# Patterns of JupyterLab's own console messages.
-NOISE = ()
+# Patterns of JupyterLab's own console messages. On a busy machine, plugins take more than 5 s to start.
+NOISE = (r"^warning: Plugin @jupyter\S+ .*took [\d.]+ms to activate",)
 
 READY = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
 RUN = """async ([parameters, text]) => {
