@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python tools/lightllm_findings.py CHECKOUT
 
-Each fault has a run with what it needs and one without. The far slot needs 9 GB of address space, of which
-it touches some pages.
+Each fault is run twice: with a call that shows it, and with a similar call that is right. The slots beyond
+2^31 elements reserve 9 GB of address space; few of its pages are used.
 """
 
 import importlib
