@@ -103,8 +103,8 @@ def by_rule(
 
 def sound_facts(
     library: str, source: Path, ops: list[str], path: Path | None
-) -> tuple[set[Key], dict[str, set[Line]]]:
-    """Return what the check finds without a fault, and the lines of each op that no case runs.
+) -> tuple[dict[Key, int], dict[str, set[Line]]]:
+    """Return what the check finds without a fault, by the number of cases, and the lines that no case runs.
 
     ``path``: a file that keeps them.
     """
@@ -114,7 +114,7 @@ def sound_facts(
             report = check(
                 library=library, source=source, ops=[op], engine="local:1", coverage=True
             )
-            usual += [_key(one) for one in report.findings]
+            usual += [[_key(one), one.seen] for one in report.findings]
             lines = (*report.coverage[op].missing, *report.coverage[op].excused)
             gaps[op] = [(gap.file, gap.line) for gap in lines]
         text = json.dumps([usual, gaps])
@@ -123,7 +123,7 @@ def sound_facts(
     else:
         text = path.read_text()
     usual, gaps = json.loads(text)
-    return {tuple(key) for key in usual}, {op: {*map(tuple, gaps[op])} for op in ops}
+    return {tuple(key): seen for key, seen in usual}, {op: {*map(tuple, gaps[op])} for op in ops}
 
 
 def _files_of(source: Source, op: str) -> list[Path]:
@@ -135,7 +135,7 @@ def outcome(
     source: Source,
     fault: Planted,
     cases: int,
-    usual: set[Key],
+    usual: dict[Key, int],
     diagnoses: bool = True,
 ) -> dict[str, Any]:
     """Check a copy of the source with a fault; all cases run if ``cases`` per op find nothing unusual.
@@ -152,7 +152,7 @@ def outcome(
             report = check(
                 library=library, source=root, ops=[fault.op], cases=count, engine="local:1"
             )
-            new = [one for one in report.findings if _key(one) not in usual]
+            new = [one for one in report.findings if one.seen > usual.get(_key(one), 0)]
             if new:
                 break
         statement = new[0].title if new else ""

@@ -1,4 +1,7 @@
-"""Block pointers, which Triton 3.9 has removed and kernels of other libraries still use.
+"""Block pointers, which Triton 3.8 has removed and kernels of other libraries still use.
+
+The interpreters of earlier releases have them, but attnlab's records of operations take two of theirs for
+equal, so that a pointer does not move in a loop: these replace them in every release.
 
 Triton's compilers up to 3.8 compute their addresses in int64, and mask the dimensions that a load or a store
 lists in ``boundary_check``.
@@ -25,11 +28,6 @@ class BlockPointer:
         return self.base.dtype
 
     type = dtype
-
-
-def is_needed(interpreter: Any) -> bool:
-    """Answer whether Triton's interpreter has no block pointers."""
-    return not hasattr(interpreter.InterpreterBuilder, "create_make_block_ptr")
 
 
 def patch_block_pointers(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton.block_pointers import is_needed, patch_block_pointers
+from attnlab.kernels.triton.block_pointers import patch_block_pointers
 from attnlab.kernels.triton.kernel_text import AND_CALL, CHAIN_CALL, FOR_CALL, OR_CALL, WHILE_CALL
 from attnlab.kernels.triton.lockstep.control import both, chain, either
 from attnlab.kernels.triton.run_log import Memory, RunLog, counting, iterated, values_outside
@@ -527,8 +527,7 @@ def _patched(
     if extension is not None:
         extension.patch_language(scope)
     if is_first:
-        if is_needed(interpreter):
-            patch_block_pointers(interpreter, scope)
+        patch_block_pointers(interpreter, scope)
         patch_bfloat16(interpreter, scope)
         cache_types(interpreter, scope)
         patch_operations(interpreter, scope)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton import block_pointers, interpreter, patches, run_log
+from attnlab.kernels.triton import interpreter, patches, run_log
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Memory, RunLog, other_outside
 
@@ -50,6 +50,16 @@ if find_spec("triton") is not None:
         at = tl.make_block_ptr(data, (SIZE,), (1,), (shift,), (SIZE,), (0,))
         tl.store(out + tl.arange(0, SIZE), tl.load(at))
         tl.store(at, tl.arange(0, SIZE))
+
+    @triton.jit
+    def columns(data, out, stride):
+        """Each program copies a row of 5 numbers, tile after tile, with strides from an argument."""
+        row = tl.program_id(0)
+        here = out + row * 8 + tl.arange(0, 2)[:, None] + tl.arange(0, 1)[None, :]
+        at = tl.make_block_ptr(data + row * 5, (5, 1), (1, stride), (0, 0), (2, 1), (1, 0))
+        for start in range(0, 6, 2):
+            tl.store(here + start, tl.load(at, boundary_check=(0,), padding_option="zero"))
+            at = tl.advance(at, (2, 0))
 
     @triton.jit
     def moved(data, out):
@@ -179,6 +189,13 @@ def test_block_pointers_move_and_check_the_dimensions_that_they_are_asked_to() -
     assert out[2].tolist() == [[4, 5, 6, 7], [9, 10, 11, 12]]
 
 
+def test_each_program_has_block_pointers_of_its_own() -> None:
+    data, out = torch.arange(1, 16), torch.full((3, 8), -1)
+    with launching(LaunchPlan()):
+        columns[(3,)](data, out, 1)
+    assert out[:, :6].tolist() == [[*row, 0] for row in data.view(3, 5).tolist()]
+
+
 def test_masks_as_arrays_are_accepted() -> None:
     """Triton 3.6 gives an array, not a handle, for block pointers."""
     pointers = stock.TensorHandle(np.zeros((2, 2), dtype=np.uint64), stock.tl.int64)
@@ -190,9 +207,9 @@ def test_masks_as_arrays_are_accepted() -> None:
 
 def test_a_function_that_triton_has_no_more_is_named(monkeypatch) -> None:
     """Triton 3.8 and later have no block pointers, but for those of the lab."""
-    if not block_pointers.is_needed(stock):
+    if hasattr(stock.InterpreterBuilder, "create_make_block_ptr"):
         pytest.skip("this Triton has block pointers")
-    monkeypatch.setattr(patches, "is_needed", lambda interpreter: False)
+    monkeypatch.setattr(patches, "patch_block_pointers", lambda interpreter, scope: None)
     monkeypatch.setattr(patches, "_KEPT", {})
     _, data = guarded()
     with (
