@@ -74,6 +74,8 @@ class Reading:
     - ``guessed``: what of a dense function's arguments their names do not say, of "order" (of tokens and
       heads) and "causal"; ``dims``: the dimensions of its query.
     - ``weights``: those that attention in torch had, [batch, heads, rows, keys]; None of other calls.
+    - ``stated``: returns the arguments, "name=value", that the record of the op would pass otherwise for the
+      call as it was read; None without a record.
     """
 
     fields: dict[str, Any]
@@ -85,14 +87,16 @@ class Reading:
     guessed: tuple[str, ...] = ()
     dims: int = 0
     weights: torch.Tensor | None = None
+    stated: Callable[[KernelCall], tuple[str, ...]] | None = None
 
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
         """Return the unknown arguments as "name=value", without those that repeat a size of the call."""
-        return tuple(
+        found = [
             f"{name}={_shown(value)}"
             for name, value in self.unknown.items()
             if name not in SIZES or _shown(value) != str(SIZES[name](call))
-        )
+        ]
+        return tuple(dict.fromkeys((*found, *(self.stated(call) if self.stated else ()))))
 
 
 def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading:

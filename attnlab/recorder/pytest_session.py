@@ -23,7 +23,13 @@ from attnlab.case.output_file import write_text
 from attnlab.diagnosis.captured import check_diagnosable, problem_of
 from attnlab.mutation.power import MUTANTS, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
-from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
+from attnlab.recorder.failing_side import (
+    Comparison,
+    Comparisons,
+    agrees,
+    factor_of,
+    output_matches,
+)
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
 from attnlab.recorder.patches import Watch
@@ -100,7 +106,7 @@ def _made(one: Recorded, op: str, tensor: torch.Tensor) -> bool:
 
 
 def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
-    check_diagnosable(call)
+    check_diagnosable(call, unknown=agrees(call, comparison, exactly=True))
     problem = problem_of(call.cpu())
     sample = sample_correct(problem)
     factor = factor_of(call, comparison.actual) or 1.0
@@ -267,11 +273,10 @@ class Session:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the power of the tests, those of other processes, too."""
         if report.when == "call":
-            self._powers += [
-                TestPower.of_json(str(value))
-                for name, value in report.user_properties
-                if name == _POWER
-            ]
+            found = [str(value) for name, value in report.user_properties if name == _POWER]
+            powers = map(TestPower.of_json, found)
+            # The report of a subtest has the properties of those before it.
+            self._powers += [one for one in powers if one not in self._powers]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the table of powers, and write it."""
