@@ -128,6 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, functions in exported.items():  # what the package exports
         vars(sys.modules[name]).update(functions)
     torch.cuda.is_available = lambda: True
+    for name in ("get_device_capability", "get_device_name", "get_device_properties"):
+        setattr(torch.cuda, name, getattr(stubs["torch"].cuda, name))
     for name in ("manual_seed", "manual_seed_all", "set_device", "synchronize", "empty_cache"):
         setattr(torch.cuda, name, lambda *args: None)
     on_cpu = OnCpu()
@@ -202,7 +204,8 @@ def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
         command, cwd=folder, env=known, text=True, capture_output=True, check=False
     )
     print(done.stdout[-6000:], done.stderr[-3000:], file=sys.stderr)
-    outcomes, statements = {}, {}
+    outcomes: dict[str, str] = {}
+    statements: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
         name = str(case.get("name"))
         kinds = [one.tag for one in case if one.tag in ("failure", "error", "skipped")]
