@@ -185,6 +185,7 @@ def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
         *(
             "--attnlab",
             f"--attnlab-seconds={args.seconds:g}",
+            f"--attnlab-dir={args.keep}",
             "--attnlab-power-json",
             "power.json",
             "--junitxml=junit.xml",
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--reduce", action="append", default=[], metavar="OLD => NEW")
     parser.add_argument("--faults", type=int, default=0, help="plant so many faults in the kernels")
     parser.add_argument("--seconds", type=float, default=0.0, help="for runs of a failing kernel")
+    parser.add_argument("--keep", default="attnlab-failures", help="for calls of failing tests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

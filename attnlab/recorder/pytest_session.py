@@ -82,7 +82,12 @@ def powers_of(
     for comparison in comparisons:
         if not comparison.passed:
             continue
-        for one, shaped in ((r, s) for r in reversed(recorded) for s in r.shaped(comparison)):
+        both = (
+            comparison,
+            comparison.exchanged(),
+        )  # a test may pass the output as the expected value
+        ways = ((r, s) for c in both for r in reversed(recorded) for s in r.shaped(c))
+        for one, shaped in ways:
             try:
                 call = one.call
                 if not output_matches(call, shaped.actual):
