@@ -36,7 +36,7 @@ import torch
 
 from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.triton.interpreter import interpreted_triton
-from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
+from attnlab.kernels.vllm.loader import Loader, OnCpu, Stub, package_stubs
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import ops_of, package_of
 from attnlab.library.sglang import ENVS as SGLANG_ENVS
@@ -75,8 +75,10 @@ def _nothing(*args: Any, **named: Any) -> None:
 
 # Modules that a library's tests import, besides those of its ops and what replaces the rest.
 _MODULES = {"sglang": ("sglang.test.kernels.extend_attention",)}
-# What a library's tests take from its modules that are not kernels, by module and name.
+# What a library's tests take from its modules that are not kernels, by module and name. Other names of these
+# modules raise an error when they are called.
 _HELPERS: dict[str, dict[str, dict[str, Any]]] = {
+    "aiter": {"aiter.test_common": {}, "op_tests.triton_tests.quant.test_quant_mxfp4": {}},
     "sglang": {
         "sglang.srt.utils": {"get_device": lambda: "cuda"},
         "sglang.srt.utils.common": {"temp_set_env": _with_env},
@@ -106,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
     stubs = package_stubs(package, platform, interpreted_triton())
     helpers = _HELPERS.get(package.name, {})
     for name, content in helpers.items():
-        vars(stubs.setdefault(name, ModuleType(name))).update(content)
+        vars(stubs.setdefault(name, Stub(name))).update(content)
     source = find_source(given["source"], package)
     loader = Loader(source, stubs)
     exported: dict[str, dict[str, Any]] = {}
@@ -117,7 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in (*helpers, *further):
         loader._import(name)
     for name, module in loader._modules.items():
-        if name.partition(".")[0] == package.name:
+        if name.partition(".")[0] in {one.partition(".")[0] for one in (package.name, *helpers)}:
             vars(module).setdefault("__path__", [str(source.root / name.replace(".", "/"))])
             sys.modules[name] = module
     for one, _, answer in (text.partition("=") for text in given["answers"]):
@@ -141,29 +143,37 @@ def planted(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Plant faults by rules in the kernels, one after the other; yield each with the tests that fail."""
     source = find_source(args.source, package_of(args.library))
     wanted = {one.partition(":")[0].rpartition(".")[2] for one in args.op}
-    file = next(
-        one
+    files = sorted(
+        file
         for folder in source.ops_folders
         for name in wanted
-        for one in (source.root / folder).rglob(f"{name}.py")
+        for file in (source.root / folder).rglob(f"{name}.py")
     )
-    every = source_mutation.mutants(file.read_text())
-    for mutant in random.Random(args.seed).sample(every, min(args.faults, len(every))):
+    every = [(file, one) for file in files for one in source_mutation.mutants(file.read_text())]
+    for file, mutant in random.Random(args.seed).sample(every, min(args.faults, len(every))):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "source"
             shutil.copytree(
                 source.root, root, ignore=shutil.ignore_patterns(".git", "csrc", "3rdparty")
             )
             (root / file.relative_to(source.root)).write_text(mutant.apply(file.read_text()))
-            found = run(args, Path(folder), root)
+            found = run(args, Path(folder), root, scores=False)
             yield {
-                **{"line": mutant.line, "rule": mutant.rule, "before": mutant.before},
+                **{
+                    "file": file.name,
+                    "line": mutant.line,
+                    "rule": mutant.rule,
+                    "before": mutant.before,
+                },
                 **{"after": mutant.after, "failed": found["statements"]},
             }
 
 
-def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
-    """Run the tests in a folder with the library at ``root``; return their outcomes and powers."""
+def run(args: argparse.Namespace, folder: Path, root: Path, scores: bool = True) -> dict[str, Any]:
+    """Run the tests in a folder with the library at ``root``; return their outcomes and statements.
+
+    ``scores``: their powers, too.
+    """
     tests = folder / "tests"
     shutil.copytree(args.tests.parent, tests)
     file = tests / args.tests.name
@@ -186,8 +196,7 @@ def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
             "--attnlab",
             f"--attnlab-seconds={args.seconds:g}",
             f"--attnlab-dir={args.keep}",
-            "--attnlab-power-json",
-            "power.json",
+            *(("--attnlab-power-json", "power.json") if scores else ()),
             "--junitxml=junit.xml",
             "-o",
             f"attnlab_ops={recorded}",
@@ -214,7 +223,7 @@ def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
         facts = {str(one.get("name")): str(one.get("value")) for one in case.iter("property")}
         if any(one in _FAILED for one in kinds):
             statements[name] = {label: facts.get(f"attnlab_{label}", "") for label in _LABELS}
-    powers = json.loads((folder / "power.json").read_text())
+    powers = json.loads((folder / "power.json").read_text()) if scores else []
     return {
         **{"outcomes": outcomes, "statements": statements},
         **{"powers": powers, "reduced": args.reduce},

@@ -727,8 +727,9 @@ def _of_right_values(
     if not comparison.is_close and comparison.share > _COARSE:
         return (
             "unknown",
-            f"{exact}, but that rounding is as coarse as FP8's: they differ by {comparison.share:.0%} of the "
-            "largest element, so a wrong output is not excluded",
+            f"the {expected} is within {off:.3g} of the exact result; the output differs from it by "
+            f"{comparison.share:.0%} of the largest element, which its coarse rounding, as of FP8, allows: "
+            "a wrong output is not excluded",
         )
     if not comparison.is_close:
         return (

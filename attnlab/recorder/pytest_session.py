@@ -9,8 +9,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
 from attnlab.recorder.patches import Watch
 from attnlab.tensors.call import KernelCall, Origin
+from attnlab.tensors.quantised import FP8_DTYPES
 
 # Which defects of the catalogue a test's comparison would not notice, on the test's data and tolerance.
 #
@@ -47,6 +49,8 @@ _SHOWN = 3  # survivors in a row of the table
 class TestPower:
     """The power of one comparison: the names of the defects that it notices (``killed``) or not.
 
+    ``cheapest``: by the name of a defect that it does not notice, the first change of the test that does, of
+    those that :func:`_changed_tests` tries; without one, no change does.
     ``with_itself``: the expected value is the output of another call of the same op, so a defect that both
     calls have is not noticed, whatever the names say.
     """
@@ -59,6 +63,7 @@ class TestPower:
     rtol: float
     killed: tuple[str, ...]
     survived: tuple[str, ...]
+    cheapest: dict[str, str] = field(default_factory=dict)
     with_itself: bool = False
 
     @classmethod
@@ -116,19 +121,66 @@ def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
     sample = sample_correct(problem)
     factor = factor_of(call, comparison.actual) or 1.0
     tolerances = Case().replace(atol=comparison.atol * factor, rtol=comparison.rtol)
-    outcomes = {
-        mutant.name: score(problem, sample, mutant, tolerances).is_killed
+    scores = {
+        mutant.name: score(problem, sample, mutant, tolerances)
         for mutant in MUTANTS
         if mutant.applies(problem)
     }
+    survived = tuple(name for name, one in scores.items() if not one.is_killed)
     return TestPower(
         node_id=node_id,
         op=call.origin.op or call.op,
         atol=comparison.atol,
         rtol=comparison.rtol,
-        killed=tuple(name for name, killed in outcomes.items() if killed),
-        survived=tuple(name for name, killed in outcomes.items() if not killed),
+        killed=tuple(name for name, one in scores.items() if one.is_killed),
+        survived=survived,
+        cheapest=_cheapest(call.cpu(), survived),
     )
+
+
+def _cheapest(call: KernelCall, names: Iterable[str]) -> dict[str, str]:
+    """Return, by defect, the first change of a test on this call that notices it."""
+    left, found = set(names), dict[str, str]()
+    for text, changed in _changed_tests(call):
+        problem = problem_of(changed)
+        sample = sample_correct(problem)
+        bound = max(float(correct.bound.max()) for _, correct in sample)
+        atol = float(f"{1.06 * bound:.2g}")  # as it is printed, and not below the bound
+        tolerances = Case().replace(atol=atol, rtol=0.0)
+        for mutant in (one for one in MUTANTS if one.name in left and one.applies(problem)):
+            if score(problem, sample, mutant, tolerances).is_killed:
+                left.remove(mutant.name)
+                found[mutant.name] = f"{text}atol={atol:.2g}, rtol=0"
+        if not left:
+            break
+    return found
+
+
+def _changed_tests(call: KernelCall) -> Iterator[tuple[str, KernelCall]]:
+    """Yield a call with other contents for another test, the cheapest first, and what is changed, in words.
+
+    The tolerance is that of the rounding of the kernel, which a reference in float32 or more allows. The
+    contents are numbers of N(0, 1), then with those of attnlab's own tests in slots without a token.
+    """
+    yield "", call
+    if call.kv_cache_dtype != "auto" or call.query.dtype in FP8_DTYPES:
+        return
+    generator = torch.Generator().manual_seed(0)
+    names = ("query", "key", "value", "key_cache", "value_cache")
+    normal: dict[str, Any] = {
+        name: torch.randn(one.shape, generator=generator).to(one.dtype)
+        for name, one in ((name, getattr(call, name)) for name in names)
+    }
+    yield "data of N(0, 1), ", replace(call, **normal)
+    poison = float("nan") if call.spec.poison == "nan" else 100.0
+    free = torch.ones(len(call.value_cache), call.block_size, dtype=torch.bool)
+    for blocks, count in zip(call.block_table.long(), call.seq_lens.tolist(), strict=True):
+        position = torch.arange(count)
+        free[blocks[position // call.block_size], position % call.block_size] = False
+    normal["key_cache"].permute(0, 3, 1, 2, 4)[free] = poison
+    normal["value_cache"].permute(0, 3, 1, 2)[free] = poison
+    what = "NaN" if call.spec.poison == "nan" else "large numbers"
+    yield f"data of N(0, 1), {what} in empty slots, ", replace(call, **normal)
 
 
 def table(powers: Sequence[TestPower]) -> list[str]:
@@ -147,6 +199,10 @@ def table(powers: Sequence[TestPower]) -> list[str]:
             more = len(one.survived) - _SHOWN
             rest = f" and {more} more" if more > 0 else ""
             lines.append(f"{'':12}{', '.join(one.survived[:_SHOWN])}{rest}")
+            changes = Counter(one.cheapest.get(name, "") for name in one.survived)
+            lines += [
+                f"{'':12}with {text}: {count} of these" for text, count in changes.items() if text
+            ]
     return lines
 
 
@@ -273,6 +329,9 @@ class Session:
                     self._add_powers(item, report)
         except Exception as error:
             self._failed(item.nodeid, error)
+            if is_reported:
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                report.sections.append(("attnlab", f"no report, because of an error: {text:.300}"))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
