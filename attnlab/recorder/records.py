@@ -77,6 +77,8 @@ def read_by_record(records: Sequence[Op], given: dict[str, Any], reading: Readin
     record = _record_of(records, given)
     fields = _plain_fields(record, given, reading)
     layout = given.get("kv_layout")
+    if layout in LAYOUTS or sorted(str(layout)) == sorted("shd"):
+        reading.unknown.pop("kv_layout", None)
     if record.cache_layout == "flash" and "layout" not in fields:
         fields["layout"] = LAYOUTS.get(str(layout), "flash")
     reading.fields = fields | {"op": record.name}
@@ -126,7 +128,8 @@ def _is_read_apart(record: Op, name: str, value: Any) -> bool:
     if record.why_neutral(name) is not None or names_in(text) & _SIZES:
         return True
     is_number = isinstance(value, (bool, int, float, str))  # compared with what the record passes
-    return is_number or "window_" in text or _QUANTISED.fullmatch(text) is not None
+    is_mask = "window_" in text or "qq_bias" in names_in(text)
+    return is_number or is_mask or _QUANTISED.fullmatch(text) is not None
 
 
 def _query(record: Op) -> str:
