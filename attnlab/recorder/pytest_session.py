@@ -25,6 +25,7 @@ from attnlab.diagnosis.captured import check_diagnosable, problem_of
 from attnlab.mutation.power import MUTANTS, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import (
+    TORCHS,
     Comparison,
     Comparisons,
     agrees,
@@ -91,7 +92,14 @@ def powers_of(
             comparison,
             comparison.exchanged(),
         )  # a test may pass the output as the expected value
-        ways = ((r, s) for c in both for r in reversed(recorded) for s in r.shaped(c))
+        own = [one for one in recorded if not (one.origin.op or "").startswith(TORCHS)]
+        calls = (recorded, own)  # attention of torch is what a kernel is compared with
+        ways = (
+            (r, s)
+            for c, of in zip(both, calls, strict=True)
+            for r in reversed(of)
+            for s in r.shaped(c)
+        )
         for one, shaped in ways:
             try:
                 call = one.call

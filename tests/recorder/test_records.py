@@ -5,6 +5,7 @@ import torch
 
 from attnlab.recorder.arguments import BoundArguments, RecordedOp, call_of_reading
 from attnlab.recorder.failing_side import Comparison, judge
+from attnlab.recorder.patches import Watch
 from attnlab.recorder.records import library_ops
 from attnlab.tensors.call import KernelCall, Origin
 
@@ -121,3 +122,16 @@ def test_a_cache_of_integers_is_read_as_its_numbers(bits: int) -> None:
     numbers = stored if bits == 8 else torch.cat([stored & 15, stored >> 4], -1)
     assert torch.equal(reading.fields["key_cache"], (numbers.float() - 7) * 0.5)
     assert "the cache's numbers" in reading.unknown
+
+
+def test_tolerances_by_name_are_those_of_the_comparison() -> None:
+    found: list[tuple[object, ...]] = []
+    watch = Watch(lambda name, args, result: found.append((name, *args[2:])))
+    one = torch.ones(3)
+    watch.start()
+    try:
+        torch.allclose(one, one, atol=0.03)
+        torch.isclose(one, one, atol=0.01, rtol=0.02)
+    finally:
+        watch.stop()
+    assert found == [("allclose", 1e-5, 0.03), ("isclose", 0.02, 0.01)]
