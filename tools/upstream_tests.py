@@ -8,10 +8,12 @@ asks for a CUDA device gets the CPU. ``--attnlab-power`` says which defects each
 ``--op MODULE:FUNCTION`` names the functions whose calls are recorded. ``--reduce "OLD => NEW"`` replaces a
 text of the test file, such as a size that is too large for an interpreter; the output states them.
 ``--answer`` states what a function of the library returns that asks about the GPU. ``--faults N`` plants
-N faults by the rules of tools/source_mutation.py, one after the other.
+N faults by the rules of tools/source_mutation.py, one after the other. For each test that fails, the output
+has what ``--attnlab`` states about it.
 """
 
 import argparse
+import contextlib
 import inspect
 import json
 import os
@@ -20,10 +22,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import unittest
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +36,64 @@ import torch
 
 from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.triton.interpreter import interpreted_triton
-from attnlab.kernels.vllm.loader import Loader, OnCpu, package_stubs
+from attnlab.kernels.vllm.loader import Loader, OnCpu, Stub, package_stubs
 from attnlab.kernels.vllm.source import find_source
 from attnlab.library.op import ops_of, package_of
+from attnlab.library.sglang import ENVS as SGLANG_ENVS
 
+_FAILED = ("failure", "error")
+_LABELS = ("op", "wrong_side", "diagnosis", "evidence", "not_decided", "not_read")  # of a report
 SETTINGS = "ATTNLAB_UPSTREAM"  # JSON for the process that runs the tests
+
+
+@contextlib.contextmanager
+def _with_env(*, allow_sglang: bool = False, **names: str) -> Iterator[None]:
+    """Set environment variables inside the context."""
+    before = dict(os.environ)
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class _Setting:
+    """A setting of SGLang: that of the environment, or else its default."""
+
+    def __init__(self, name: str, default: bool) -> None:
+        self._name, self._default = name, default
+
+    def get(self) -> bool:
+        """Return the value."""
+        return os.environ.get(self._name, str(self._default)).lower() in ("1", "true", "yes")
+
+
+def _nothing(*args: Any, **named: Any) -> None:
+    """Return None."""
+
+
+# Modules that a library's tests import, besides those of its ops and what replaces the rest.
+_MODULES = {"sglang": ("sglang.test.kernels.extend_attention",)}
+# What a library's tests take from its modules that are not kernels, by module and name. Other names of these
+# modules raise an error when they are called.
+_HELPERS: dict[str, dict[str, dict[str, Any]]] = {
+    "aiter": {"aiter.test_common": {}, "op_tests.triton_tests.quant.test_quant_mxfp4": {}},
+    "sglang": {
+        "sglang.srt.utils": {"get_device": lambda: "cuda"},
+        "sglang.srt.utils.common": {"temp_set_env": _with_env},
+        "sglang.srt.environ": {
+            "envs": SimpleNamespace(**{n: _Setting(n, one) for n, one in SGLANG_ENVS.items()})
+        },
+        "sglang.test.ci.ci_register": dict.fromkeys(
+            ("register_cuda_ci", "register_amd_ci"), _nothing
+        ),
+        "sglang.test.test_utils": {
+            "CustomTestCase": unittest.TestCase,
+            "is_in_amd_ci": lambda: False,
+        },
+    },
+}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,17 +101,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the library importable before attnlab records and the tests are collected."""
     given = json.loads(os.environ[SETTINGS])
     package = package_of(given["library"])
+    further = _MODULES.get(package.name, ())
+    folders = (one.rpartition(".")[0].replace(".", "/") for one in further)
+    package = replace(package, folders=(*package.folders, *folders))
     platform = PLATFORMS[given["platform"]]
     stubs = package_stubs(package, platform, interpreted_triton())
+    helpers = _HELPERS.get(package.name, {})
+    for name, content in helpers.items():
+        vars(stubs.setdefault(name, Stub(name))).update(content)
     source = find_source(given["source"], package)
     loader = Loader(source, stubs)
-    folders: dict[str, dict[str, Any]] = {}
+    exported: dict[str, dict[str, Any]] = {}
     for name in given["modules"]:
         module = loader.load(name)
         functions = {n: one for n, one in vars(module).items() if inspect.isfunction(one)}
-        folders.setdefault(str(module.__package__), {}).update(functions)
+        exported.setdefault(str(module.__package__), {}).update(functions)
+    for name in (*helpers, *further):
+        loader._import(name)
     for name, module in loader._modules.items():
-        if name.partition(".")[0] == package.name:
+        if name.partition(".")[0] in {one.partition(".")[0] for one in (package.name, *helpers)}:
             vars(module).setdefault("__path__", [str(source.root / name.replace(".", "/"))])
             sys.modules[name] = module
     for one, _, answer in (text.partition("=") for text in given["answers"]):
@@ -62,9 +127,11 @@ def pytest_configure(config: pytest.Config) -> None:
         stub = sys.modules.setdefault(module, ModuleType(module))
         vars(stub)[function] = lambda *args, answer=answer: answer
         vars(sys.modules[module.rpartition(".")[0]])[module.rpartition(".")[2]] = stub
-    for name, functions in folders.items():  # what the package exports
+    for name, functions in exported.items():  # what the package exports
         vars(sys.modules[name]).update(functions)
     torch.cuda.is_available = lambda: True
+    for name in ("get_device_capability", "get_device_name", "get_device_properties"):
+        setattr(torch.cuda, name, getattr(stubs["torch"].cuda, name))
     for name in ("manual_seed", "manual_seed_all", "set_device", "synchronize", "empty_cache"):
         setattr(torch.cuda, name, lambda *args: None)
     on_cpu = OnCpu()
@@ -76,32 +143,37 @@ def planted(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Plant faults by rules in the kernels, one after the other; yield each with the tests that fail."""
     source = find_source(args.source, package_of(args.library))
     wanted = {one.partition(":")[0].rpartition(".")[2] for one in args.op}
-    file = next(
-        one
+    files = sorted(
+        file
         for folder in source.ops_folders
         for name in wanted
-        for one in (source.root / folder).rglob(f"{name}.py")
+        for file in (source.root / folder).rglob(f"{name}.py")
     )
-    every = source_mutation.mutants(file.read_text())
-    for mutant in random.Random(args.seed).sample(every, min(args.faults, len(every))):
+    every = [(file, one) for file in files for one in source_mutation.mutants(file.read_text())]
+    for file, mutant in random.Random(args.seed).sample(every, min(args.faults, len(every))):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "source"
             shutil.copytree(
                 source.root, root, ignore=shutil.ignore_patterns(".git", "csrc", "3rdparty")
             )
             (root / file.relative_to(source.root)).write_text(mutant.apply(file.read_text()))
-            found = run(args, Path(folder), root)
-            failed = [
-                name for name, kind in found["outcomes"].items() if kind in ("failure", "error")
-            ]
+            found = run(args, Path(folder), root, scores=False)
             yield {
-                **{"line": mutant.line, "rule": mutant.rule, "before": mutant.before},
-                **{"after": mutant.after, "failed": failed},
+                **{
+                    "file": file.name,
+                    "line": mutant.line,
+                    "rule": mutant.rule,
+                    "before": mutant.before,
+                },
+                **{"after": mutant.after, "failed": found["statements"]},
             }
 
 
-def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
-    """Run the tests in a folder with the library at ``root``; return their outcomes and powers."""
+def run(args: argparse.Namespace, folder: Path, root: Path, scores: bool = True) -> dict[str, Any]:
+    """Run the tests in a folder with the library at ``root``; return their outcomes and statements.
+
+    ``scores``: their powers, too.
+    """
     tests = folder / "tests"
     shutil.copytree(args.tests.parent, tests)
     file = tests / args.tests.name
@@ -121,8 +193,10 @@ def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "upstream_tests", "-p", "no:cacheprovider"),
         *(
-            "--attnlab-power-json",
-            "power.json",
+            "--attnlab",
+            f"--attnlab-seconds={args.seconds:g}",
+            f"--attnlab-dir={args.keep}",
+            *(("--attnlab-power-json", "power.json") if scores else ()),
             "--junitxml=junit.xml",
             "-o",
             f"attnlab_ops={recorded}",
@@ -140,12 +214,20 @@ def run(args: argparse.Namespace, folder: Path, root: Path) -> dict[str, Any]:
         command, cwd=folder, env=known, text=True, capture_output=True, check=False
     )
     print(done.stdout[-6000:], done.stderr[-3000:], file=sys.stderr)
-    outcomes = {}
+    outcomes: dict[str, str] = {}
+    statements: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
+        name = str(case.get("name"))
         kinds = [one.tag for one in case if one.tag in ("failure", "error", "skipped")]
-        outcomes[str(case.get("name"))] = kinds[0] if kinds else "passed"
-    powers = json.loads((folder / "power.json").read_text())
-    return {"outcomes": outcomes, "powers": powers, "reduced": args.reduce}
+        outcomes[name] = kinds[0] if kinds else outcomes.get(name, "passed")
+        facts = {str(one.get("name")): str(one.get("value")) for one in case.iter("property")}
+        if any(one in _FAILED for one in kinds):
+            statements[name] = {label: facts.get(f"attnlab_{label}", "") for label in _LABELS}
+    powers = json.loads((folder / "power.json").read_text()) if scores else []
+    return {
+        **{"outcomes": outcomes, "statements": statements},
+        **{"powers": powers, "reduced": args.reduce},
+    }
 
 
 def main() -> None:
@@ -162,6 +244,8 @@ def main() -> None:
     parser.add_argument("--platform", default="sm_90")
     parser.add_argument("--reduce", action="append", default=[], metavar="OLD => NEW")
     parser.add_argument("--faults", type=int, default=0, help="plant so many faults in the kernels")
+    parser.add_argument("--seconds", type=float, default=0.0, help="for runs of a failing kernel")
+    parser.add_argument("--keep", default="attnlab-failures", help="for calls of failing tests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -45,7 +45,7 @@ query_start_loc: query_start_loc cu_seqlens_q b_start_loc cum_seq_lens_q qo_indp
 slot_mapping
 max_query_len: max_query_len max_seqlen_q max_input_len max_q_len
 max_seq_len: max_seq_len max_seqlen_k max_kv_len
-sm_scale: sm_scale softmax_scale scale
+sm_scale: sm_scale softmax_scale scale sm_scale_withk
 k_scale: k_scale k_descale
 v_scale: v_scale v_descale
 softcap: softcap logit_cap logits_soft_cap

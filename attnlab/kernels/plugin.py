@@ -231,7 +231,7 @@ class PluginBackend(Backend):
             OPS[record.name] = record  # of a file that has changed, the new one
         if self.function is None and not self.records and isinstance(self.kernel, ByName):
             self.kernel.check(self.name)
-        if not self.records and self.op not in TRITON_OPS:
+        if not self.records and self.stands_for is None and self.op not in TRITON_OPS:
             raise InvalidCase(
                 f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
                 field="op",

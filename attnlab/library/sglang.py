@@ -7,7 +7,7 @@ from typing import Any
 from attnlab.library.op import PATH, Op, Package, same
 
 # The defaults of settings that the ops read (sglang/srt/environ.py, 0.5.23).
-_ENVS = {
+ENVS = {
     "SGLANG_TRITON_COMPACT_EXTEND_ATTENTION": True,
     "SGLANG_TRITON_FP8_PREFILL_ATTN": True,
     "SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS": False,
@@ -31,7 +31,7 @@ def _stubs(platform: Any) -> dict[str, dict[str, Any]]:
         name: lambda *args, found=found: found for name, found in answers.items()
     }
     settings = {
-        name: SimpleNamespace(get=lambda found=found: found) for name, found in _ENVS.items()
+        name: SimpleNamespace(get=lambda found=found: found) for name, found in ENVS.items()
     }
     return {
         "sglang.srt.utils": functions,

@@ -15,6 +15,7 @@ import torch
 
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import KV_CACHE_DTYPES
+from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.by_name import CONTEXT_LENS, NAMES, SIZES, output_of
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
@@ -74,6 +75,8 @@ class Reading:
     - ``guessed``: what of a dense function's arguments their names do not say, of "order" (of tokens and
       heads) and "causal"; ``dims``: the dimensions of its query.
     - ``weights``: those that attention in torch had, [batch, heads, rows, keys]; None of other calls.
+    - ``stated``: returns the arguments, "name=value", that the record of the op would pass otherwise for the
+      call as it was read; None without a record.
     """
 
     fields: dict[str, Any]
@@ -85,14 +88,16 @@ class Reading:
     guessed: tuple[str, ...] = ()
     dims: int = 0
     weights: torch.Tensor | None = None
+    stated: Callable[[KernelCall], tuple[str, ...]] | None = None
 
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
         """Return the unknown arguments as "name=value", without those that repeat a size of the call."""
-        return tuple(
+        found = [
             f"{name}={_shown(value)}"
             for name, value in self.unknown.items()
             if name not in SIZES or _shown(value) != str(SIZES[name](call))
-        )
+        ]
+        return tuple(dict.fromkeys((*found, *(self.stated(call) if self.stated else ()))))
 
 
 def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading:
@@ -258,6 +263,12 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
 _FP8_PLATFORM = {torch.float8_e4m3fn: "sm_90", torch.float8_e4m3fnuz: "gfx942"}
 
 
+def _has_format(platform: str | None, other: str) -> bool:
+    """Answer whether a platform has the FP8 format of another: an interpreter runs both on a CPU."""
+    known = PLATFORMS.get(platform or "")
+    return known is not None and known.fp8_e4m3 == PLATFORMS[other].fp8_e4m3
+
+
 def call_of_reading(
     reading: Reading, origin: Origin, *, op: str | None = None, layout: str | None = None
 ) -> KernelCall:
@@ -284,8 +295,9 @@ def call_of_reading(
             fields[name] = fields[name][: len(fields["seq_lens"])]
     key_cache = fields["key_cache"]
     fields["kv_cache_dtype"] = _kv_cache_dtype(fields.get("kv_cache_dtype"), key_cache)
-    if origin.platform is None and isinstance(key_cache, torch.Tensor):
-        origin = dataclasses.replace(origin, platform=_FP8_PLATFORM.get(key_cache.dtype))
+    format_of = _FP8_PLATFORM.get(getattr(key_cache, "dtype", torch.uint8))
+    if format_of is not None and not _has_format(origin.platform, format_of):
+        origin = dataclasses.replace(origin, platform=format_of)
     fields.setdefault("op", op)
     fields.setdefault("layout", layout)
     read_as += _take_mask(fields)

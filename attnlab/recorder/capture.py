@@ -46,6 +46,7 @@ from attnlab.recorder.ops import (
     write_of_reading,
 )
 from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.records import run_by_record
 from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
 from attnlab.tensors.call_file import moved
@@ -108,7 +109,10 @@ class Recorded:
             return None
         if not self.call.is_foreign:
             return backend_of_origin(self.call)
-        kernel = kernel_of(_with_modes(inspect.unwrap(self.function)), self.forms)
+        function = _with_modes(inspect.unwrap(self.function))
+        kernel: Any = kernel_of(function, self.forms)
+        if self.reading.stated is not None:
+            kernel = functools.partial(run_by_record, function)
         return PluginBackend(spec=self.kernel, function=kernel, stands_for=self.call.op)
 
     @property

@@ -283,7 +283,7 @@ def _judged(
     if maker is not None and judgement.side == "the expected value" and not _is_torch(maker):
         with contextlib.suppress(AttnLabError):
             exchanged = judge(
-                maker.call, _exchanged(comparison), maker=one.call, is_guess=maker.is_guess
+                maker.call, comparison.exchanged(), maker=one.call, is_guess=maker.is_guess
             )
             if exchanged.diagnosis.is_wrong:
                 return maker, exchanged
@@ -309,7 +309,7 @@ def _call_and_comparison(
             if is_compared(one, shaped.actual):
                 return one, shaped
             if is_compared(one, shaped.expected) and not _is_reference(one):
-                return one, _exchanged(shaped)
+                return one, shaped.exchanged()
     for one, shaped in pairs:
         if _is_reference(one) and _is_output(one, shaped.expected):
             found = _with_other_output(one, shaped)
@@ -358,11 +358,6 @@ def _is_part(one: Recorded, tensor: torch.Tensor) -> bool:
         return not one.is_write and match_of(one.call, tensor) is not None
     except InvalidCall:
         return False
-
-
-def _exchanged(one: Comparison) -> Comparison:
-    """Return a comparison whose test passed the kernel's output as the expected value."""
-    return dataclasses.replace(one, actual=one.expected, expected=one.actual)
 
 
 def _add_judgement(report: FailureReport, judgement: Judgement, found: FoundByRuns | None) -> None:

@@ -32,6 +32,7 @@ from attnlab.recorder.arguments import (
     op_of_text,
     plain_kv_cache_dtype,
 )
+from attnlab.recorder.records import library_ops
 from attnlab.recorder.snapshot import copied, is_large
 from attnlab.tensors.cache import LAYOUTS, to_flash, to_x_split
 from attnlab.tensors.call import KernelCall, Origin
@@ -680,8 +681,9 @@ def recorded_ops(
 
     An entry point that fails is passed to ``on_error`` with its name, and left out.
     """
-    given = [op_of_text(one) if isinstance(one, str) else one for one in further]
-    found = [*vllm_ops(), *other_ops(), *launches()]
+    known = {f"{op.module}:{op.function}": op for op in library_ops()}
+    given = [known.get(one) or op_of_text(one) if isinstance(one, str) else one for one in further]
+    found = [*vllm_ops(), *other_ops(), *known.values(), *launches()]
     for point in entry_points(group=GROUP):
         try:
             found += _ops_of(point.load())

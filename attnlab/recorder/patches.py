@@ -152,6 +152,10 @@ def _replace_in(module: Any, changes: Mapping[int, tuple[Function, Function]]) -
             names[name] = change[1]
 
 
+_TOLERANCES = {
+    "rtol": 1e-5,
+    "atol": 1e-8,
+}  # of torch.allclose and isclose, in the order of arguments
 Listener = Callable[[str, Sequence[Any], Any], None]
 
 
@@ -188,6 +192,9 @@ class Watch(TorchFunctionMode):
 
     def _tell(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> None:
         given = (*args, *kwargs.values()) if kwargs else args
+        if kwargs and _TOLERANCES.keys() & kwargs.keys():
+            left = ("input", "other", *_TOLERANCES)[len(args) :]
+            given = (*args, *(kwargs.get(one, _TOLERANCES.get(one)) for one in left))
         for listener in self._listeners:
             listener(func.__name__, given, result)
 

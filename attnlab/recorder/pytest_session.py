@@ -9,8 +9,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,19 @@ from attnlab.case.output_file import write_text
 from attnlab.diagnosis.captured import check_diagnosable, problem_of
 from attnlab.mutation.power import MUTANTS, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
-from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
+from attnlab.recorder.failing_side import (
+    TORCHS,
+    Comparison,
+    Comparisons,
+    agrees,
+    factor_of,
+    output_matches,
+)
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
 from attnlab.recorder.patches import Watch
 from attnlab.tensors.call import KernelCall, Origin
+from attnlab.tensors.quantised import FP8_DTYPES
 
 # Which defects of the catalogue a test's comparison would not notice, on the test's data and tolerance.
 #
@@ -41,6 +50,8 @@ _SHOWN = 3  # survivors in a row of the table
 class TestPower:
     """The power of one comparison: the names of the defects that it notices (``killed``) or not.
 
+    ``cheapest``: by the name of a defect that it does not notice, the first change of the test that does, of
+    those that :func:`_changed_tests` tries; without one, no change does.
     ``with_itself``: the expected value is the output of another call of the same op, so a defect that both
     calls have is not noticed, whatever the names say.
     """
@@ -53,6 +64,7 @@ class TestPower:
     rtol: float
     killed: tuple[str, ...]
     survived: tuple[str, ...]
+    cheapest: dict[str, str] = field(default_factory=dict)
     with_itself: bool = False
 
     @classmethod
@@ -76,7 +88,19 @@ def powers_of(
     for comparison in comparisons:
         if not comparison.passed:
             continue
-        for one, shaped in ((r, s) for r in reversed(recorded) for s in r.shaped(comparison)):
+        both = (
+            comparison,
+            comparison.exchanged(),
+        )  # a test may pass the output as the expected value
+        own = [one for one in recorded if not (one.origin.op or "").startswith(TORCHS)]
+        calls = (recorded, own)  # attention of torch is what a kernel is compared with
+        ways = (
+            (r, s)
+            for c, of in zip(both, calls, strict=True)
+            for r in reversed(of)
+            for s in r.shaped(c)
+        )
+        for one, shaped in ways:
             try:
                 call = one.call
                 if not output_matches(call, shaped.actual):
@@ -100,24 +124,71 @@ def _made(one: Recorded, op: str, tensor: torch.Tensor) -> bool:
 
 
 def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
-    check_diagnosable(call)
+    check_diagnosable(call, unknown=agrees(call, comparison, exactly=True))
     problem = problem_of(call.cpu())
     sample = sample_correct(problem)
     factor = factor_of(call, comparison.actual) or 1.0
     tolerances = Case().replace(atol=comparison.atol * factor, rtol=comparison.rtol)
-    outcomes = {
-        mutant.name: score(problem, sample, mutant, tolerances).is_killed
+    scores = {
+        mutant.name: score(problem, sample, mutant, tolerances)
         for mutant in MUTANTS
         if mutant.applies(problem)
     }
+    survived = tuple(name for name, one in scores.items() if not one.is_killed)
     return TestPower(
         node_id=node_id,
         op=call.origin.op or call.op,
         atol=comparison.atol,
         rtol=comparison.rtol,
-        killed=tuple(name for name, killed in outcomes.items() if killed),
-        survived=tuple(name for name, killed in outcomes.items() if not killed),
+        killed=tuple(name for name, one in scores.items() if one.is_killed),
+        survived=survived,
+        cheapest=_cheapest(call.cpu(), survived),
     )
+
+
+def _cheapest(call: KernelCall, names: Iterable[str]) -> dict[str, str]:
+    """Return, by defect, the first change of a test on this call that notices it."""
+    left, found = set(names), dict[str, str]()
+    for text, changed in _changed_tests(call):
+        problem = problem_of(changed)
+        sample = sample_correct(problem)
+        bound = max(float(correct.bound.max()) for _, correct in sample)
+        atol = float(f"{1.06 * bound:.2g}")  # as it is printed, and not below the bound
+        tolerances = Case().replace(atol=atol, rtol=0.0)
+        for mutant in (one for one in MUTANTS if one.name in left and one.applies(problem)):
+            if score(problem, sample, mutant, tolerances).is_killed:
+                left.remove(mutant.name)
+                found[mutant.name] = f"{text}atol={atol:.2g}, rtol=0"
+        if not left:
+            break
+    return found
+
+
+def _changed_tests(call: KernelCall) -> Iterator[tuple[str, KernelCall]]:
+    """Yield a call with other contents for another test, the cheapest first, and what is changed, in words.
+
+    The tolerance is that of the rounding of the kernel, which a reference in float32 or more allows. The
+    contents are numbers of N(0, 1), then with those of attnlab's own tests in slots without a token.
+    """
+    yield "", call
+    if call.kv_cache_dtype != "auto" or call.query.dtype in FP8_DTYPES:
+        return
+    generator = torch.Generator().manual_seed(0)
+    names = ("query", "key", "value", "key_cache", "value_cache")
+    normal: dict[str, Any] = {
+        name: torch.randn(one.shape, generator=generator).to(one.dtype)
+        for name, one in ((name, getattr(call, name)) for name in names)
+    }
+    yield "data of N(0, 1), ", replace(call, **normal)
+    poison = float("nan") if call.spec.poison == "nan" else 100.0
+    free = torch.ones(len(call.value_cache), call.block_size, dtype=torch.bool)
+    for blocks, count in zip(call.block_table.long(), call.seq_lens.tolist(), strict=True):
+        position = torch.arange(count)
+        free[blocks[position // call.block_size], position % call.block_size] = False
+    normal["key_cache"].permute(0, 3, 1, 2, 4)[free] = poison
+    normal["value_cache"].permute(0, 3, 1, 2)[free] = poison
+    what = "NaN" if call.spec.poison == "nan" else "large numbers"
+    yield f"data of N(0, 1), {what} in empty slots, ", replace(call, **normal)
 
 
 def table(powers: Sequence[TestPower]) -> list[str]:
@@ -136,6 +207,10 @@ def table(powers: Sequence[TestPower]) -> list[str]:
             more = len(one.survived) - _SHOWN
             rest = f" and {more} more" if more > 0 else ""
             lines.append(f"{'':12}{', '.join(one.survived[:_SHOWN])}{rest}")
+            changes = Counter(one.cheapest.get(name, "") for name in one.survived)
+            lines += [
+                f"{'':12}with {text}: {count} of these" for text, count in changes.items() if text
+            ]
     return lines
 
 
@@ -262,16 +337,18 @@ class Session:
                     self._add_powers(item, report)
         except Exception as error:
             self._failed(item.nodeid, error)
+            if is_reported:
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                report.sections.append(("attnlab", f"no report, because of an error: {text:.300}"))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the power of the tests, those of other processes, too."""
         if report.when == "call":
-            self._powers += [
-                TestPower.of_json(str(value))
-                for name, value in report.user_properties
-                if name == _POWER
-            ]
+            found = [str(value) for name, value in report.user_properties if name == _POWER]
+            powers = map(TestPower.of_json, found)
+            # The report of a subtest has the properties of those before it.
+            self._powers += [one for one in powers if one not in self._powers]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the table of powers, and write it."""
