@@ -26,7 +26,7 @@ from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import Comparison, Comparisons, factor_of, output_matches
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
-from attnlab.recorder.patches import Watch
+from attnlab.recorder.watch import Watch
 from attnlab.tensors.call import KernelCall, Origin
 
 # Which defects of the catalogue a test's comparison would not notice, on the test's data and tolerance.
