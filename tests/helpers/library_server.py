@@ -1,9 +1,10 @@
 """A small server: its workers, started by spawn or fork, import an op of a library and call it.
 
 Run as ``python library_server.py FOLDER METHOD LIBRARY``, where FOLDER has the package. Of SGLang, what the
-ops import from other modules is replaced by attnlab's stubs, and attnlab's interpreter runs their kernels.
+ops import from other modules is replaced by stubs; without a GPU, attnlab's interpreter runs the kernels.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -18,7 +19,10 @@ LIGHTLLM = "lightllm.models.llama.triton_kernel.gqa_decode_flashattention_nopad"
 
 def prepare_sglang(folder: Path) -> None:
     """Let Python import the modules of SGLang's ops without the rest of SGLang."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
     from attnlab.case.platforms import PLATFORMS
     from attnlab.kernels.vllm.loader import package_stubs
     from attnlab.library.sglang import PACKAGE
@@ -40,22 +44,16 @@ def call_sglang() -> None:
     heads, kv_heads, size, splits = 4, 2, 64, 2
     slots = torch.randperm(256, generator=make)[: sum(LENS)]
     starts = torch.tensor([0, *LENS]).cumsum(0).int()
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=make).half()
-
-    query, key, value = (
-        normal(3, heads, size),
-        normal(256, kv_heads, size),
-        normal(256, kv_heads, size),
-    )
-    output = torch.zeros(3, heads, size).half()
+    sizes = ((3, heads, size), (256, kv_heads, size), (256, kv_heads, size))
+    tensors = [torch.randn(shape, generator=make).half() for shape in sizes]
     logits = torch.full((3, heads, splits, size), float("nan"))
     parts = torch.full((3,), splits, dtype=torch.int32)
-    scratch = (logits, logits[..., 0].clone(), parts, splits)
+    tensors += [torch.zeros_like(tensors[0]), starts, slots, logits, logits[..., 0].clone(), parts]
+    has_gpu = torch.cuda.is_available()
+    given = [one.cuda() if has_gpu else one for one in tensors]
     op = importlib.import_module(SGLANG).decode_attention_fwd
-    with interpret():
-        op(query, key, value, output, starts, slots, *scratch, 0.125, 1.0, 1.0)
+    with contextlib.nullcontext() if has_gpu else interpret():
+        op(*given, splits, 0.125, 1.0, 1.0)
 
 
 def call_lightllm() -> None:
