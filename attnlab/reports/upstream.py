@@ -413,10 +413,17 @@ def expression(name: str, value: Any, call: KernelCall) -> str:
         return repr(value)
     if name[0] in "kv" and value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
         return "key_cache" if name.startswith("k") else "value_cache"
-    if value.is_floating_point() and value.isnan().all():
+    if _is_nan(value):
         return f'torch.full({tuple(value.shape)}, float("nan"))'
     kind = "" if value.is_floating_point() else f", dtype={value.dtype}"
     return f"torch.tensor({value.tolist()}{kind})"
+
+
+def _is_nan(tensor: torch.Tensor) -> bool:
+    """Answer whether all elements are NaN; of a cache whose first blocks are unused, nothing else is read."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return bool(tensor[(0,) * tensor.dim()].isnan()) and bool(tensor.isnan().all())
 
 
 def render(template: str, facts: dict[str, Any]) -> str:
@@ -603,7 +610,7 @@ def _held(
             texts[name] = field
         elif not isinstance(value, torch.Tensor):
             texts[name] = _TRITON_DTYPES.get(str(value), repr(value))
-        elif value.is_floating_point() and value.dtype.itemsize > 1 and value.isnan().all():
+        elif value.dtype.itemsize > 1 and _is_nan(value):
             texts[name] = expression(name, value, call)
         else:
             texts[name], held[f"given_{name}"] = f"given_{name}", value
