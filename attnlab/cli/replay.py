@@ -257,6 +257,7 @@ def _capture(args: argparse.Namespace) -> int:
         sample=parse_share("sample", args.sample),
         rows=parse_count("rows", args.rows),
         heads=parse_count("heads", args.heads),
+        library=args.library,
     )
     command.check_share_flags(args)
     words = args.run[1:] if args.run[:1] == ["--"] else args.run

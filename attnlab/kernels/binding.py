@@ -330,6 +330,11 @@ _VALUES: dict[str, Callable[[KernelCall, Target], Any]] = {
     "cache_dtype": lambda call, target: paged.format_of(call, target).dtype,
     "slot_mapping": lambda call, target: _slots(call),
     "slot_table": lambda call, target: _slot_table(call),
+    # A table of all requests, and the row of each sequence; here the last row is the first sequence's.
+    "request_table": lambda call, target: _slot_table(call).flip(0),
+    "request_index": lambda call, target: torch.arange(
+        len(call.seq_lens) - 1, -1, -1, dtype=torch.int32, device=call.query.device
+    ),
     # ``token_slots`` has all tokens from window_starts on, ``context_slots`` those before the new ones.
     "context_lens": lambda call, target: _context_lens(call),
     "window_starts": lambda call, target: _window_starts(call),

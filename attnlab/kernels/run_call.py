@@ -30,7 +30,7 @@ def for_call(call: KernelCall, runner: Backend) -> Backend:
 
 
 def backend_of_origin(call: KernelCall, device: str | None = None) -> Backend:
-    """Return the installed op that a call's origin names: vLLM's, or a function that Python can import.
+    """Return the installed op that a call's origin names: a library's, or a function that Python can import.
 
     A file that states an origin so chooses which module is imported. Raises InvalidCase or Unavailable if
     there is none.
@@ -40,6 +40,8 @@ def backend_of_origin(call: KernelCall, device: str | None = None) -> Backend:
         text = "a kernel's name for a call whose origin names no op"
         raise InvalidCase(f"kernel must be {text}, got {ORIGIN}")
     if name is None or not call.is_foreign:
+        if call.spec.library != "vllm":
+            return find_backend(f"library:{call.spec.library}")
         return find_backend("vllm" if call.spec.is_triton else "vllm-cpu", None, device)
     return for_call(call, find_backend(spec_of(name)))
 

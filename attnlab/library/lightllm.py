@@ -32,9 +32,9 @@ _op = partial(
     frees_blocks=False,
 )
 
-# A request has a row of slots. A batch has the numbers of its rows; here the last row is the first request's.
-_TABLE = "slot_table.flip(0)"
-_REQUESTS = {"b_req_idx": "seqs - (seq_lens * 0 + 1).cumsum(0).int()", "b_seq_len": "seq_lens"}
+# A request has a row of slots, and a batch the numbers of its rows.
+_TABLE = "request_table"
+_REQUESTS = {"b_req_idx": "request_index", "b_seq_len": "seq_lens"}
 _CACHE = {"k": "flash_key_cache.flatten(0, 1)", "v": "flash_value_cache.flatten(0, 1)"}
 _ALL = dict.fromkeys("qkvo", 3)  # the kernels use all strides
 _PREFILL = {

@@ -1,6 +1,6 @@
 """Attention that is written out in torch, softmax(q @ k.T) @ v: recorded as one call, with its weights.
 
-Products, and what is made of them, are followed by :class:`attnlab.recorder.patches.Watch`. A product whose
+Products, and what is made of them, are followed by :class:`attnlab.recorder.watch.Watch`. A product whose
 first factor is the exponential, or the softmax, of another product of two tensors is attention.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from attnlab.recorder.arguments import Reading
 from attnlab.recorder.ops import other_readings, read_dense
-from attnlab.recorder.patches import note_of, set_note
+from attnlab.recorder.watch import note_of, set_note
 
 _EXPONENTIALS = ("softmax", "exp", "exp_", "exp2", "exp2_")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm")

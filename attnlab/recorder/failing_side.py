@@ -24,8 +24,9 @@ from attnlab.diagnosis.captured import diagnose_captured, problem_of, where_it_r
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.arguments import LAUNCH
-from attnlab.recorder.patches import Function, Patches, note_of, set_note
+from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.snapshot import copied
+from attnlab.recorder.watch import note_of, set_note
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers

@@ -34,7 +34,7 @@ from attnlab.recorder.failing_side import (
 )
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
-from attnlab.recorder.patches import Watch
+from attnlab.recorder.watch import Watch
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
 

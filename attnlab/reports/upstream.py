@@ -45,8 +45,8 @@ from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import Stored, stored_tensors
 from attnlab.tensors.case_call import presented
-from attnlab.tensors.formats import written_format
-from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
+from attnlab.tensors.formats import FORMATS, written_format
+from attnlab.tensors.quantised import QUERY_SCALE, has_fp8_query, has_scaled_output
 
 # The mask of a call in a script: its data as plain tensors, and what its rule depends on.
 
@@ -115,7 +115,8 @@ def ignored_facts(case: Case) -> dict[str, Any]:
 
 
 _BLOCK_POINTERS = "block_pointers"
-SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS)
+_FP8_QUERY, _INT8 = "fp8_query", "int8_per_token_head"
+SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS, _FP8_QUERY, _INT8)
 _MERGED = ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
 
 
@@ -127,12 +128,18 @@ def has_merge_script(case: Case) -> bool:
 
 def argument_facts(case: Case) -> dict[str, Any]:
     """Return what the templates need for an op argument: its name, "" for none, and names of tensors."""
+    none = {"op_argument": "", "names": (), "fp8_query": "", "int8_mode": 0}
     if case.op_argument == NONE:
-        return {"op_argument": "", "names": ()}
+        return none
+    if case.op_argument == _FP8_QUERY:
+        dtype = _name(FORMATS[case.machine.fp8_e4m3].dtype)
+        return {**none, "op_argument": _FP8_QUERY, "fp8_query": dtype, "query_scale": QUERY_SCALE}
+    if case.op_argument == _INT8 and case.argument.cache is not None:
+        return {**none, "op_argument": _INT8, "int8_mode": case.argument.cache.mode}
     names: tuple[str, ...] = ()
     if case.op_argument == _BLOCK_POINTERS:
         names = ("key_cache", "block_table") if case.op == WRAPPER else ("k_cache", "b_loc")
-    return {"op_argument": case.op_argument, "names": names}
+    return {**none, "op_argument": case.op_argument, "names": names}
 
 
 def merge_facts(case: Case) -> dict[str, Any]:
@@ -250,8 +257,6 @@ def _library_script(finding: Finding, backend: Backend) -> tuple[str, str]:
     case = finding.case.replace(backend=backend.name)
     if case.op_argument != NONE:
         return "", "a script passes no op argument of attnlab"
-    if case.first_block:
-        return "", "the blocks before the first one are too large for a script"
     call = Lab(source=backend.path, device="cpu").call(case)
     return script_of(call, Target.of(case), backend, finding.evidence)
 
@@ -408,10 +413,17 @@ def expression(name: str, value: Any, call: KernelCall) -> str:
         return repr(value)
     if name[0] in "kv" and value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
         return "key_cache" if name.startswith("k") else "value_cache"
-    if value.is_floating_point() and value.isnan().all():
+    if _is_nan(value):
         return f'torch.full({tuple(value.shape)}, float("nan"))'
     kind = "" if value.is_floating_point() else f", dtype={value.dtype}"
     return f"torch.tensor({value.tolist()}{kind})"
+
+
+def _is_nan(tensor: torch.Tensor) -> bool:
+    """Answer whether all elements are NaN; of a cache whose first blocks are unused, nothing else is read."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return bool(tensor[(0,) * tensor.dim()].isnan()) and bool(tensor.isnan().all())
 
 
 def render(template: str, facts: dict[str, Any]) -> str:
@@ -434,6 +446,7 @@ def render(template: str, facts: dict[str, Any]) -> str:
 _TRITON_DTYPES = {"fp16": "triton.language.float16", "bf16": "triton.language.bfloat16"}
 _TRITON_DTYPES |= {"fp32": "triton.language.float32"}
 _MOST_BYTES = 4 << 20  # of the tensors of a call, compressed
+_MOST_HELD = 1 << 30  # of a storage that a script holds from its first byte on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -597,7 +610,7 @@ def _held(
             texts[name] = field
         elif not isinstance(value, torch.Tensor):
             texts[name] = _TRITON_DTYPES.get(str(value), repr(value))
-        elif value.is_floating_point() and value.dtype.itemsize > 1 and value.isnan().all():
+        elif value.dtype.itemsize > 1 and _is_nan(value):
             texts[name] = expression(name, value, call)
         else:
             texts[name], held[f"given_{name}"] = f"given_{name}", value
@@ -670,9 +683,16 @@ def _tensors(call: KernelCall, target: Target, caches: dict[str, torch.Tensor]) 
         tensors |= {"new_keys": call.key, "new_values": call.value}
     if call.before is not None:
         tensors["output"] = call.before
-    storages, stored = stored_tensors({name: _small(one) for name, one in tensors.items()})
+    far = {
+        name: one for name, one in tensors.items() if one.untyped_storage().nbytes() > _MOST_HELD
+    }
+    near = {name: _small(one) for name, one in tensors.items() if name not in far}
+    storages, stored = stored_tensors(near)
+    tails, zeros, placed = _tails(far, call)
+    storages, stored = {**storages, **tails}, {**stored, **placed}
     return {
         "tensors": stored,
+        "zeros": zeros,
         "storages": {name: _text(one.numpy().tobytes()) for name, one in storages.items()},
         "cached": cached,
         "held": held,
@@ -680,6 +700,43 @@ def _tensors(call: KernelCall, target: Target, caches: dict[str, torch.Tensor]) 
         "flash": caches["key_cache"].dim() == 4,
         "fp8": _name(read.dtype) if read.is_fp8 else "",
     }
+
+
+def _tails(
+    tensors: dict[str, torch.Tensor], call: KernelCall
+) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, Stored]]:
+    """Return the storages of tensors from the first block that the call names on, as uint8; how many bytes
+    are before it, which hold zeros; and where each tensor is in the whole storage.
+
+    Before each storage there is room for offsets that wrap in int32, which an interpreter would else read
+    outside of its memory.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, one in tensors.items():
+        groups.setdefault(one.untyped_storage().data_ptr(), []).append(name)
+    first, total = int(call.block_table.min()), call.key_cache.shape[0]
+    tails, zeros, placed = dict[str, torch.Tensor](), dict[str, int](), dict[str, Stored]()
+    for number, names in enumerate(groups.values()):
+        label, own = f"far.{number}", [tensors[name] for name in names]
+        starts = [
+            int(one.storage_offset() + first * (one.shape[0] // total) * one.stride(0))
+            * one.itemsize
+            for one in own
+        ]
+        everything = torch.empty(0, dtype=torch.uint8).set_(own[0].untyped_storage())
+        room = (1 << 31) * max(one.itemsize for one in own)
+        tails[label], zeros[label] = everything[min(starts) :].clone(), room + min(starts)
+        placed |= {
+            name: Stored(
+                storage=label,
+                dtype=_name(one.dtype),
+                shape=tuple(one.shape),
+                stride=tuple(one.stride()),
+                offset=room // one.itemsize + int(one.storage_offset()),
+            )
+            for name, one in zip(names, own, strict=True)
+        }
+    return tails, zeros, placed
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:

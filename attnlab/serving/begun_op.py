@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -189,6 +189,10 @@ class RowsOfOp:
     rank: int
     first_token: int = 0
 
+    def seq_of(self, row: int) -> int:
+        """Return the row in the batch of an output row."""
+        return self.request_of(row)[0]
+
     def request_of(self, row: int) -> tuple[int, Request, int]:
         """Return the row in the batch, the request and the position of an output row."""
         token = row + self.first_token
@@ -212,11 +216,18 @@ class RowsOfOp:
         )
 
 
-def wrong_values(place: RowsOfOp, found: ValueCheck) -> list[Observation]:
-    """Return an observation for the worst wrong row of each request."""
+class Rows(Protocol):
+    """The rows of an op's output, and what is said of one."""
+
+    def seq_of(self, row: int) -> int: ...
+    def observe(self, kind: str, row: int, text: str, facts: dict[str, Any]) -> Observation: ...
+
+
+def wrong_values(place: Rows, found: ValueCheck) -> list[Observation]:
+    """Return an observation for the worst wrong row of each sequence."""
     worst: dict[int, WrongRow] = {}
     for row in found.wrong:
-        seq, _, _ = place.request_of(row.row)
+        seq = place.seq_of(row.row)
         before = worst.get(seq)
         if before is None or _ratio(row) > _ratio(before):
             worst[seq] = row
@@ -232,7 +243,7 @@ def _is_number(row: WrongRow) -> bool:
     return abs(row.error) < torch.inf
 
 
-def _wrong_value(place: RowsOfOp, row: WrongRow) -> Observation:
+def _wrong_value(place: Rows, row: WrongRow) -> Observation:
     word = "head" if len(row.heads) == 1 else "heads"
     heads = f", {word} {numbers(row.heads, len(row.heads))},"
     if _is_number(row):
@@ -243,20 +254,18 @@ def _wrong_value(place: RowsOfOp, row: WrongRow) -> Observation:
     return place.observe("not_finite", row.row, text, asdict(row))
 
 
-def not_finite(
-    place: RowsOfOp, call: KernelCall, known: AbstractSet[str | None]
-) -> list[Observation]:
-    """Return an observation for the first row with NaN or Inf of each request that is not in ``known``."""
+def not_finite(place: Rows, call: KernelCall, known: AbstractSet[int | None]) -> list[Observation]:
+    """Return an observation for the first row with NaN or Inf of each sequence that is not in ``known``."""
     call = in_numbers(call)
     bad = ~call.buffer[: int(call.query_start_loc[-1])].isfinite().flatten(1).all(1)
     if not bool(bad.any()):
         return []
-    rows: dict[str, int] = {}
+    rows: dict[int, int] = {}
     for row in torch.nonzero(bad).flatten().tolist():
-        rows.setdefault(place.request_of(row)[1].name, row)
+        rows.setdefault(place.seq_of(row), row)
     found = []
-    for name, row in rows.items():
-        if name not in known:
+    for seq, row in rows.items():
+        if seq not in known:
             is_finite = bool(call.query[row].isfinite().all())
             of_query = "finite" if is_finite else "not finite either"
             text = f" is not finite; its query is {of_query}"
@@ -691,7 +700,7 @@ class OpCheck:
         )
         wrong = [] if found is None else wrong_values(place, found)
         if made.output is not None:
-            wrong += not_finite(place, made, {one.request for one in wrong})
+            wrong += not_finite(place, made, {one.seq for one in wrong})
         if wrong or begun.is_requested:
             self._keep(call, made, step, "wrong" if wrong else "requested", wrong)
         state.tally.observe(wrong)

@@ -21,7 +21,7 @@ from attnlab.serving.settings import CaptureSettings
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import named_by
 
-# Observation: something wrong that a process of vLLM saw, as a line of its record.
+# Observation: something wrong that a process saw, as a line of its record.
 #
 # This module imports no torch: the command reads records without it.
 
@@ -49,8 +49,8 @@ class Observation:
     """Something wrong at one place.
 
     - ``kind``: a name of :data:`KINDS`. ``text``: one sentence.
-    - ``layer``: the name of the layer in vLLM. ``step``: the number of the step, from 0. ``rank``: of the
-      process.
+    - ``layer``: the name of the layer in vLLM, of another library the op's function. ``step``: the number of
+      the step, or of the call, from 0. ``rank``: of the process.
     - ``request``: vLLM's request id. ``seq``: its row in the batch. ``position``: of the first token.
       ``block``: the cache block, as the op numbers it. ``argument``: the argument of the op. Each may be
       None.
@@ -193,7 +193,7 @@ class KeptCalls:
 
     def keep(self, call: KernelCall, *, why: str, name: str, **facts: Any) -> str:
         """Save a call; return the path of its file in the folder, or "" if it was not kept."""
-        layer = call.origin.layer or ""
+        layer = str(facts.get("layer", ""))
         if why == "wrong" and self._wrong.get(layer, 0) >= MOST_WRONG:
             return ""
         size = _bytes(call)

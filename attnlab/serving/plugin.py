@@ -1,7 +1,9 @@
-"""The entry point of vLLM's group ``vllm.general_plugins``.
+"""The starts of a capture in a process, and the command that is captured.
 
-vLLM calls :func:`activate` in every process that it starts, some of them twice. Without the environment
-variable, nothing is imported and nothing happens.
+vLLM calls :func:`activate` in every process that it starts, some of them twice: it is the entry point of the
+group ``vllm.general_plugins``. For another library, each Python process that the command starts runs
+``site/sitecustomize.py``, which calls :func:`activate_library`. Without the environment variable, nothing is
+imported and nothing happens.
 """
 
 import os
@@ -11,10 +13,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import make_output_folder, write_text
-from attnlab.serving.settings import CaptureSettings
+from attnlab.library.op import Op, ops_of, package_of
+from attnlab.recorder.patches import Function, Patches
+from attnlab.serving.settings import SETTINGS, CaptureSettings
+
+if TYPE_CHECKING:
+    from attnlab.serving.library_calls import LibrarySession
 
 VARIABLE = "ATTNLAB_CAPTURE"
 NAME = "attnlab"  # of the entry point; VLLM_PLUGINS must have it if that is set
@@ -37,7 +45,54 @@ def activate() -> None:
         log.warning("attnlab captures nothing: %s: %s", type(error).__name__, text)
 
 
-SETTINGS = "settings.json"
+def activate_library() -> None:
+    """Wrap the ops of the library of ``ATTNLAB_CAPTURE`` when their modules are imported; never raise.
+
+    Nothing of torch is imported before the first of these modules is.
+    """
+    settings = os.environ.get(VARIABLE)
+    if not settings or _wrapped:
+        return
+    try:
+        found = CaptureSettings.of_text(settings)
+        if found.library is not None:
+            _wrapped.append(patches_of(found, found.library))
+            _wrapped[0].install()
+    except Exception as error:  # the program must start in any case
+        print(f"attnlab captures nothing: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+_wrapped: list[Patches] = []
+
+
+def patches_of(settings: CaptureSettings, library: str) -> Patches:
+    """Return the wrappers of a library's attention ops; each starts the capture of its process if needed."""
+    folders, records = package_of(library).folders, dict[str, list[Op]]()
+    for op in ops_of(library):
+        for folder in folders if op.scores else ():
+            module = f"{folder}/{op.module}".replace("/", ".")
+            records.setdefault(f"{module}.{op.function}", []).append(op)
+    sessions: list[LibrarySession] = []
+
+    def wrap(module: str, name: str, original: Function) -> Function | None:
+        try:
+            from attnlab.serving.library_calls import LibrarySession
+
+            if not sessions:
+                sessions.append(LibrarySession(settings))
+            return sessions[0].wrapper(records[f"{module}.{name}"], module, original)
+        except Exception as error:
+            print(f"attnlab does not check {module}.{name}: {error}", file=sys.stderr)
+            return None
+
+    targets: dict[str, list[str]] = {}
+    for place in records:
+        module, _, name = place.rpartition(".")
+        targets.setdefault(module, []).append(name)
+    return Patches(targets, wrap)
+
+
+SITE = Path(__file__).parent / "site"
 _PASSED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
@@ -56,7 +111,10 @@ def run_command(command: Sequence[str], settings: CaptureSettings, *, to_stderr:
     write_text(file, settings.to_json() + "\n")
     environment = {**os.environ, VARIABLE: str(file)}
     plugins = environment.get("VLLM_PLUGINS")
-    if plugins is not None and NAME not in plugins.split(","):
+    if settings.library is not None:
+        paths = [str(SITE), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    elif plugins is not None and NAME not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},{NAME}".lstrip(",")
     try:
         child = subprocess.Popen(

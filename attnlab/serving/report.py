@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.shown import Document, Shown, json_fields
+from attnlab.library.op import package_of
 from attnlab.serving.capture_state import KINDS, Observation, read_records
+from attnlab.serving.settings import SETTINGS, CaptureSettings
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
 
 
@@ -56,7 +58,8 @@ class CaptureReport(Document, Shown):
     - ``folder``: of the records. ``found``: in the order of :data:`KINDS`, then of steps.
     - ``processes``: those that ran the model. ``saved``: the files of calls, with why each was kept.
     - ``unchecked``: what was not checked, and how often. ``notes``, ``errors``: texts.
-    - ``exit_code``: of the command, None if unknown.
+    - ``exit_code``: of the command, None if unknown. ``library``: whose ops were checked, None for vLLM with
+      its engine; a step is then a call of one of its ops.
     """
 
     _more = ("is_wrong", "has_checked")
@@ -69,6 +72,12 @@ class CaptureReport(Document, Shown):
     notes: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     exit_code: int | None = None
+    library: str | None = None
+
+    @property
+    def unit(self) -> str:
+        """Return what is counted: steps of a model, or calls of a library's ops."""
+        return "step" if self.library is None else "call"
 
     @property
     def is_wrong(self) -> bool:
@@ -79,6 +88,12 @@ class CaptureReport(Document, Shown):
     def has_checked(self) -> bool:
         """Answer whether any step of a model was seen."""
         return any(one.counts.get("steps") for one in self.processes)
+
+    @property
+    def total_units(self) -> str:
+        """Return how many steps, or calls, were seen, with the word."""
+        count = self.total("steps")
+        return f"{count} {self.unit}" + "s" * (count != 1)
 
     def total(self, name: str) -> int:
         """Return a count, summed over the processes."""
@@ -99,6 +114,10 @@ NO_PROCESS = (
     "no process of the command ran a model with the plug-in: vLLM was not started, attnlab is not "
     "installed in its environment, or VLLM_PLUGINS leaves out attnlab"
 )
+NO_CALL = (
+    "no process of the command called an attention op of {title} that attnlab knows: it uses another backend "
+    "of attention, attnlab is not installed in its environment, or its processes do not get PYTHONPATH"
+)
 
 
 def read_report(folder: Path, *, exit_code: int | None = None) -> CaptureReport:
@@ -112,9 +131,11 @@ def read_report(folder: Path, *, exit_code: int | None = None) -> CaptureReport:
     for one in records.values():
         unchecked.update(_last(one, "counts").get("unchecked", {}))
     notes = [line["text"] for line in lines if line["event"] == "note"]
+    library = _library(folder)
     if not processes:
-        notes.append(NO_PROCESS)
-    notes += _graph_notes(processes)
+        called = "" if library is None else NO_CALL.format(title=package_of(library).title)
+        notes.append(called or NO_PROCESS)
+    notes += _graph_notes(processes) if library is None else _library_graph_notes(processes)
     return CaptureReport(
         folder=str(folder),
         found=_merged(records.values()),
@@ -128,7 +149,16 @@ def read_report(folder: Path, *, exit_code: int | None = None) -> CaptureReport:
         notes=tuple(dict.fromkeys(notes)),
         errors=tuple(dict.fromkeys(line["text"] for line in lines if line["event"] == "error")),
         exit_code=exit_code,
+        library=library,
     )
+
+
+def _library(folder: Path) -> str | None:
+    """Return the library of the settings in a folder; None for vLLM, and without settings."""
+    try:
+        return CaptureSettings.of_text(str(folder / SETTINGS)).library
+    except InvalidCase:
+        return None
 
 
 def _process(name: str, lines: Sequence[Mapping[str, Any]]) -> ProcessRecord:
@@ -153,6 +183,17 @@ def _graph_notes(processes: Sequence[ProcessRecord]) -> list[str]:
         "CUDA graph replays its kernels. Of these steps only block tables, lengths and slots were checked, "
         "no values and no arguments. To check them, run vLLM with --enforce-eager, or with "
         '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
+    ]
+
+
+def _library_graph_notes(processes: Sequence[ProcessRecord]) -> list[str]:
+    """Return a sentence about calls that a CUDA graph captured, with the way to avoid it."""
+    graphs = sum(one.counts.get("graph_steps", 0) for one in processes)
+    if not graphs:
+        return []
+    return [
+        f"{graphs} calls were captured in CUDA graphs, whose replays do not call the ops from Python: their "
+        "values were not checked. To check them, start the server without CUDA graphs"
     ]
 
 
@@ -232,7 +273,7 @@ def capture_report(one: CaptureReport) -> Sheet:
     summary, tone = _summary(one)
     parts: list[Part] = []
     if one.found:
-        rows = [_row(found) for found in one.found]
+        rows = [_row(found, one.unit) for found in one.found]
         parts.append(Grid(["what", "where", "evidence"], rows, most=len(rows)))
     parts.append(Facts([("folder", one.folder), *_checked(one)]))
     parts += [Facts([("process", _sheet_process(process))]) for process in one.processes[:8]]
@@ -252,23 +293,23 @@ def capture_report(one: CaptureReport) -> Sheet:
 def _summary(one: CaptureReport) -> tuple[str, Tone]:
     if one.found:
         count = "1 fault" if len(one.found) == 1 else f"{len(one.found)} faults"
-        return f"{count} in {one.total('steps')} steps", "bad"
+        return f"{count} in {one.total_units}", "bad"
     if not one.has_checked:
         return "nothing was checked", "odd"
-    return f"nothing wrong in {one.total('steps')} steps", "good"
+    return f"nothing wrong in {one.total_units}", "good"
 
 
-def _row(found: Found) -> Row:
+def _row(found: Found, unit: str) -> Row:
     one = found.first
     layers = ", ".join(found.layers[:4])
     if len(found.layers) > 4:
         layers += f" and {len(found.layers) - 4} more"
-    where: list[Value] = [f"step {one.step}", layers]
+    where: list[Value] = [f"{unit} {one.step}", layers]
     if one.request is not None:
         where.append(f"request {one.request}")
     evidence: list[Value] = [one.text]
     if found.times > len(found.layers):
-        evidence.append(f"seen {found.times} times, last in step {found.last_step}")
+        evidence.append(f"seen {found.times} times, last in {unit} {found.last_step}")
     if found.call:
         evidence.append(f"attnlab diagnose --call {found.call}")
     if found.diagnosis:
@@ -278,9 +319,14 @@ def _row(found: Found) -> Row:
 
 
 def _checked(one: CaptureReport) -> list[tuple[str, Value]]:
-    rows: list[tuple[str, Value]] = [
+    counts: list[tuple[str, Value]] = [
         ("steps", f"{one.total('steps')}, with {one.total('tokens')} new tokens"),
         ("calls", f"{one.total('ops')}: lengths, slots and arguments of each"),
+    ]
+    if one.library is not None:
+        counts = [("calls", f"{one.total('steps')}, of which {one.total('ops')} were read")]
+    rows: list[tuple[str, Value]] = [
+        *counts,
         (
             "values",
             f"{one.total('checked')} calls, {one.total('rows')} rows; largest error "
@@ -297,6 +343,9 @@ def _checked(one: CaptureReport) -> list[tuple[str, Value]]:
 
 def _sheet_process(one: ProcessRecord) -> str:
     started = one.started
+    if "library" in started:
+        title = package_of(str(started["library"])).title
+        return f"{one.name}: rank {started.get('rank')}, {title} {started.get('release') or ''}".rstrip()
     return (
         f"{one.name}: rank {started.get('rank')}, vLLM {started.get('release')}, "
         f"{started.get('layers')} layers, {', '.join(started.get('implementations', ()))}, "

@@ -7,8 +7,10 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
+from attnlab.library.op import libraries, ops_of
 
 MAX_BYTES = 2 << 30
+SETTINGS = "settings.json"  # the file of a capture's settings in its folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,8 @@ class CaptureSettings:
     - ``max_bytes``: the size of all saved calls together.
     - ``sample``: the share of all calls whose values are checked, above 0 and up to 1.
     - ``rows``, ``heads``: how many rows and query heads of such a call are compared; None for all.
+    - ``library``: whose ops are checked, a module of attnlab/library; None for vLLM with its engine. Its
+      calls have no layers, and their number in a process is their step.
 
     Raises InvalidCase for a wrong value.
     """
@@ -34,6 +38,7 @@ class CaptureSettings:
     sample: float = 1 / 16
     rows: int | None = 4
     heads: int | None = 4
+    library: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -49,6 +54,10 @@ class CaptureSettings:
             count = getattr(self, name)
             if count is not None and (type(count) is not int or count < 1):
                 refuse(name, "a whole number from 1, or all", count)
+        if self.library is not None and self.library not in captured_libraries():
+            refuse("library", f"one of {', '.join(captured_libraries())}", self.library)
+        if self.library is not None and self.layer is not None:
+            refuse("layer", "left out with a library, whose layers are not known", self.layer)
 
     def _check_range(self, name: str) -> None:
         span: Any = getattr(self, name)
@@ -82,6 +91,11 @@ class CaptureSettings:
             return False
         in_layer = self.layer is None or (layer is not None and layer in range(*self.layer))
         return in_layer and (self.step is None or step in range(*self.step))
+
+
+def captured_libraries() -> list[str]:
+    """Return the libraries whose attention is checked without an engine's hooks: those with records of it."""
+    return [name for name in libraries() if name != "vllm" and ops_of(name)]
 
 
 def parse_range(name: str, text: str) -> tuple[int, int]:

@@ -600,6 +600,9 @@ class KernelCall(Shown):
         if self.origin.op is None:
             return False
         module, _, function = self.origin.op.rpartition(".")
+        if self.spec.library != "vllm":
+            own = (self.spec.library, self.spec.function)
+            return (module.partition(".")[0], function) != own
         places = {
             place
             for op in (OPS[name] for name in VLLM_OPS)

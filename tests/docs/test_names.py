@@ -27,6 +27,7 @@ FOREIGN = {
     "--wheel",  # tools/vllm_tests.py
     "--from",  # uvx
     *("--enforce-eager", "--compilation-config"),  # vllm serve
+    *("--model-path", "--attention-backend", "--disable-cuda-graph"),  # sglang.launch_server
     *("--head", "--port", "--address"),  # ray start
 }
 

@@ -1,5 +1,6 @@
 """LMDeploy's records, with a made-up LMDeploy whose text is ours."""
 
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from attnlab.contracts.contract import Target
 from attnlab.diagnosis.confirmation import with_leaks
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import find_dependence
+from attnlab.diagnosis.trials import FULL
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
 from attnlab.kernels.runner import runners
+from attnlab.kernels.vllm.source import fetch_ops, find_source
 from attnlab.lab.lab import Lab
+from attnlab.library.op import package_of
 from attnlab.tensors.case_call import visibility_of
 
 DECODE, PREFILL, FILL = (
@@ -285,3 +289,33 @@ def test_a_release_without_fp8_has_no_fp8_cases(tmp_path):
         cases = list(hostile_cases(backend, op, "sm_90", None, 0))
         assert cases
         assert not any(case.is_fp8 for case in cases)
+
+
+@pytest.mark.releases
+@needs_triton
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        ("q_val1 + q_val2 * 16", "q_val2 + q_val1 * 16", 318),  # its caller may exchange them, too
+        ("state0_ptrs + head_dim * stride_sd", "state0_ptrs + stride_sd", 309),
+    ],
+    ids=["halves of a byte exchanged", "the upper half is the next element"],
+)
+def test_the_line_of_a_wrong_write_of_integers(tmp_path, right, wrong, line):
+    """What the op leaves is decoded from numbers and scales; both are those of each trial edit."""
+    package = package_of("lmdeploy")
+    source = find_source(fetch_ops("0.18.0", package), package).root
+    shutil.copytree(source, tmp_path / "ops")
+    (file,) = (tmp_path / "ops").rglob("fill_kv_cache.py")
+    before, found, after = file.read_text().partition(right)
+    assert found
+    file.write_text(f"{before}{wrong}{after}")
+    case = Case(
+        **{"op": f"{FILL}_int4", "backend": "library:lmdeploy", "num_heads": 4, "head_size": 32},
+        **{"num_queries_per_kv": 2, "block_size": 16, "query_lens": (2, 1), "ctx_lens": (20, 5)},
+        distribution="normal",
+    )
+    lab = Lab(source=tmp_path / "ops")
+    diagnosis = diagnose(case, lab=lab, limit=FULL)
+    assert diagnosis.status == "described"
+    assert f"fill_kv_cache.py, line {line}" in diagnosis.conclusion

@@ -1,6 +1,5 @@
 """SGLang's records: lists of slots, windows and masks as SGLang passes them, on ops whose text is ours."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -228,9 +227,30 @@ def test_a_script_without_attnlab_finds_the_fault(tmp_path, fault, code):
     )
     rows = "3 of 5 rows are wrong" if code else "every row is right"
     assert (done.returncode, rows in done.stdout) == (code, True), done.stdout + done.stderr
-    far = dataclasses.replace(found, case=case.replace(first_block=2**20, num_blocks=None))
-    (only,) = write_reports([far], tmp_path / "far", backend.version, "cpu", backend)
-    assert "too large for a script" in only.read_text()
+
+
+@needs_triton
+@pytest.mark.parametrize(("slots", "code"), [("", 0), (" % 2**27", 1)])
+def test_a_script_of_blocks_far_away(tmp_path, slots, code):
+    """It holds the blocks in use alone, and room before them for offsets that wrap."""
+    root = sglang(tmp_path / "sglang-1")
+    backend = find_backend("library:sglang", root, "cpu")
+    case = Case(
+        **{"op": EXTEND, "backend": backend.name, "num_heads": 2, "head_size": 16},
+        **{"query_lens": (3, 2), "ctx_lens": (40, 5), "block_size": 16, "stage": "sound"},
+        **{"first_block": 2**23 + 1, "distribution": "normal", "sm_scale": 0.5},
+    )
+    found = Finding(op=EXTEND, kind="wrong_output", case=case, evidence="seen", diagnosis="a")
+    files = write_reports([found], tmp_path / "out", backend.version, "cpu", backend)
+    (script,) = (file for file in files if file.suffix == ".py")
+    assert script.stat().st_size < 100_000
+    for file in root.rglob("extend_attention.py"):
+        file.write_text(file.read_text().replace("k_buffer[old]", f"k_buffer[old{slots}]"))
+    env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.library == "sglang"])

@@ -41,6 +41,10 @@ DESCRIPTORS = {
     "query_lens": (1,),
     "ctx_lens": (1,),
 }
+# Formats that an op argument passes: an FP8 query, and an INT8 cache with a scale for each token and head.
+FP8_QUERY = {**FP8, "backend": "vllm", "op_argument": "fp8_query", "num_blocks": None}
+INT8 = {"backend": "vllm", "op_argument": "int8_per_token_head", "num_blocks": None}
+DECODE_FWD = {"op": "decode_attention_fwd", "query_lens": (1, 1), "ctx_lens": (20, 5)}
 FREED = {
     "sliding_window": 16,
     "freed": "recycled",
@@ -92,6 +96,12 @@ SCRIPTS = {
         {**SHORT, "mask": "tree", "tree_parents": (0, 0)},
         2,
     ),
+    "an FP8 query": ({**UNIFIED, **FP8_QUERY}, 0),
+    "a decode has no scale of the query": ({**DECODE_FWD, **FP8_QUERY}, 1),
+    "an encoder has no scale of its tokens": ({**ENCODER, "op_argument": "fp8_query"}, 1),
+    "INT8": ({**UNIFIED, **INT8}, 0),
+    "a decode has no scales of INT8": ({**DECODE_FWD, **INT8}, 1),
+    "INT8 of a freed block is multiplied by 0": ({**UNIFIED, **INT8, **FREED}, 1),
     "freed blocks": ({**UNIFIED, **FREED}, 0),
     "a write": (WRITE, 0),
     "a write of a layout": ({**WRITE, "op_argument": "head_major_packed"}, 0),
@@ -168,6 +178,24 @@ def test_the_exit_code_of_a_script(tmp_path: Path, changes, code) -> None:
     case = CASE.replace(**{"fill": "all_rows", "empty_slots": "zeros", **changes})
     found, text = script_outcome(written(tmp_path, case), of_release("0.33.0"))
     assert found == code, text
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("changes", "right", "planted"),
+    [
+        (FP8_QUERY, "torch.tensor([query_scale]", "torch.tensor([2 * query_scale]"),
+        (INT8, "with_gaps(by)", "with_gaps(1.1 * by)"),
+    ],
+    ids=["an FP8 query", "INT8"],
+)
+def test_a_script_sees_a_wrong_scale(tmp_path: Path, changes, right, planted) -> None:
+    script = written(tmp_path, CASE.replace(fill="all_rows", **UNIFIED, **changes))
+    text = script.read_text()
+    call = text.rindex(right)
+    script.write_text(f"{text[:call]}{planted}{text[call + len(right) :]}")
+    code, printed = script_outcome(script, of_release("0.33.0"))
+    assert (code, "rows are wrong" in printed) == (1, True), printed
 
 
 @pytest.mark.releases

@@ -77,7 +77,11 @@ class Replay:
     """Recorded launches of a call with an output [rows, heads, head_size], and their units.
 
     ``output``: the argument that is the output, by default the first written one with this shape.
+    ``is_judged_alone``: a judge of the output reads other tensors that the launches write, such as scales, so
+    that runs of several edits at once, which keep the output alone, do not do.
     """
+
+    is_judged_alone = False
 
     def __init__(
         self, launches: Sequence[LaunchLog], shape: torch.Size, output: torch.Tensor | None = None

@@ -3,11 +3,12 @@
 import ast
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from attnlab.kernels.triton.kernel_text import Change, function_of, row_starts, statements
@@ -78,6 +79,11 @@ class Parts:
             for text in _orientations(node)
         ]
         self._dead_here = [name for name in self._unused if name not in arguments][:_MOST_FACTORS]
+        self._periods = [
+            (node.right.lineno, ast.unparse(node.right))
+            for node in nodes
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+        ]  # sizes of what an index counts, by which a part of an address may be multiplied
         self._partners = [
             (side.lineno, ast.unparse(side))
             for node in nodes
@@ -105,6 +111,20 @@ class Parts:
         unused = [other for other in close if other in self._unused]
         most = len(close) if name in self._strides else _MOST_NAMES
         return list(dict.fromkeys([*unused, *close[:most]]))
+
+    def in_place_of(self, call: ast.Call) -> Iterator[str]:
+        """Yield other names of the kind of a call's only argument, as of a tensor that is transposed."""
+        if len(call.args) == 1 and isinstance(call.args[0], ast.Name) and not call.keywords:
+            yield from self.related(call.args[0].id)
+
+    def exchanged(self, root: ast.BinOp) -> Iterator[str]:
+        """Yield an expression with two of its names exchanged, which share a part."""
+        names = [one.id for one in ast.walk(root) if isinstance(one, ast.Name)]
+        once = [name for name, count in Counter(names).items() if count == 1]
+        pairs = [pair for pair in combinations(once, 2) if _parts(pair[0]) & _parts(pair[1])]
+        for first, second in pairs[:_MOST_FACTORS]:
+            parts = re.split(rf"\b({first}|{second})\b", ast.unparse(root))
+            yield "".join({first: second, second: first}.get(one, one) for one in parts)
 
     def with_other_index(self, node: ast.BinOp) -> Iterator[str]:
         """Yield the product of an index and a stride with the index of the nearest other strides."""
@@ -207,7 +227,8 @@ class Parts:
             yield from (f"(({text}) & ({one}))" for one in _nearest(self._conditions, node))
             return
         is_stride = isinstance(node, ast.Name) and node.id in self._strides
-        factors = _nearest(self._partners if is_stride else self._factors, node)
+        of_strides = [*self._partners, *self._periods]
+        factors = _nearest(of_strides if is_stride else self._factors, node)
         yield from (f"(({text}) * ({one}))" for one in factors)
         terms = _nearest(self._terms, node)
         yield from (f"(({text}) + ({one}))" for one in terms)
@@ -215,6 +236,11 @@ class Parts:
             kin = [one for one in self._names if _parts(one) & _parts(node.id) and one != node.id]
             near = kin[:_MOST_NAMES] if len(self._names) > _FEW_NAMES else self._names
             yield from (f"(({text}) {sign} {one})" for sign in "-+/" for one in near)
+            yield from (
+                f"tl.{name}({text}, {one})"
+                for name in ("maximum", "minimum")
+                for one in self.related(node.id)[:_MOST_SIBLINGS]
+            )
         elif not is_stride:
             yield from (f"(({text}) - ({one}))" for one in terms[:_MOST_FACTORS])
             yield f"(({text}) * {_LOG2_E})"
@@ -547,21 +573,30 @@ def _changes(
         root = getattr(statement, name, None)
         if not isinstance(root, ast.expr):
             continue
-        for node in ast.walk(root):
-            if isinstance(node, ast.expr) and cost == 1:
-                yield from ((node, after) for after in _other_operators(node))
-            if isinstance(node, ast.Call) and cost == 1:
-                others = _FUNCTIONS.get(ast.unparse(node.func), ())
-                yield from ((node.func, other) for other in others)
-            if isinstance(node, ast.Name) and cost == 2:
-                yield from ((node, after) for after in parts.related(node.id))
-            if isinstance(node, ast.BinOp) and cost == 2:
-                yield from ((node, after) for after in parts.with_other_index(node))
+        for node in ast.walk(root) if cost < 3 else ():
+            if isinstance(node, ast.expr):
+                yield from _replaced(node, parts, cost)
         for node in _terms(root) if cost > 1 else ():
             added = parts.unused(node) if cost == 2 else parts.added(node)
             yield from ((node, after) for after in added)
+        if cost == 2 and isinstance(root, ast.BinOp):
+            yield from ((root, after) for after in parts.exchanged(root))
         if cost == 3 and isinstance(statement, ast.Assign):
             yield from ((root, after) for after in parts.selected(root))
+
+
+def _replaced(node: ast.expr, parts: Parts, cost: int) -> Iterator[tuple[ast.expr, str]]:
+    """Yield an expression with another operator or function for cost 1, with other names for cost 2."""
+    if cost == 1:
+        yield from ((node, after) for after in _other_operators(node))
+        if isinstance(node, ast.Call):
+            yield from ((node.func, other) for other in _FUNCTIONS.get(ast.unparse(node.func), ()))
+    elif isinstance(node, ast.Name):
+        yield from ((node, after) for after in parts.related(node.id))
+    elif isinstance(node, ast.BinOp):
+        yield from ((node, after) for after in parts.with_other_index(node))
+    elif isinstance(node, ast.Call):
+        yield from ((node, after) for after in parts.in_place_of(node))
 
 
 def _terms(root: ast.expr) -> Iterator[ast.expr]:

@@ -34,6 +34,10 @@ FAULTS = [
     ("s = q\nr = rows[:, None] + keys[None, :]", "s = " + CAUSAL + "\nr = rows[:, None] + keys[None, :]", 3),
     ("a = d_mask[:, None]\nk = tl.load(p, mask=n < m)",
      "a = d_mask[:, None]\nk = tl.load(p, mask=(n < m) & d_mask[None, :])", 3),
+    ("a = m_new + m_i * 16", "a = m_i + m_new * 16", 2),
+    ("s = tl.trans(m_i) - q", "s = m_new - q", 2),
+    ("p = tl.max(m_i, 1)", "p = tl.max(tl.maximum(m_i, m_new), 1)", 3),
+    ("a = rows % n\nb = base + stride_q", "a = rows % n\nb = base + stride_q * n", 3),
     ("a = head * stride_h\nb = base + stride_q", "a = head * stride_h\nb = base + stride_q * head", 3),
 ]  # fmt: skip
 ARGUMENTS = "q, k, m, m_i, m_new, alpha, slope, rows, keys, n, d, p, base, length, parts, stride_h, stride_q"
