@@ -55,7 +55,7 @@ from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import PLAIN_VALUES, find_unwritten
+from attnlab.diagnosis.reruns import PLAIN_VALUES, find_unwritten, keeping
 from attnlab.diagnosis.written_cache import diagnose_write
 from attnlab.horizon.deployment import PRESETS, Deployment
 from attnlab.horizon.survey import Row, Survey, survey
@@ -278,8 +278,9 @@ def named(lab: Lab, backend: Backend, finding: Finding) -> Finding:
     output = run_case(lab, backend, case).output
 
     def name() -> Finding:
-        diagnosis = confirmed(lab, backend, case, _diagnose(lab, case, output))
-        label = evidence_label(lab, backend, case, output, diagnosis)
+        with keeping(backend.fixed_fields(case.op)):
+            diagnosis = confirmed(lab, backend, case, _diagnose(lab, case, output))
+            label = evidence_label(lab, backend, case, output, diagnosis)
         fields = evidence_fields(lab, case, output, diagnosis, label)
         return dataclasses.replace(_finding(case, "wrong_output", text, label), **fields)
 

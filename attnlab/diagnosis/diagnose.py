@@ -369,7 +369,7 @@ def diagnose(
     with (
         controlled() as control,
         limiting_reruns(rerun_s),
-        keeping(own.backend(case).fixed_fields),
+        keeping(own.backend(case).fixed_fields(case.op)),
         announcing(own) as announce,
     ):
         announce(_measured(diagnosis))

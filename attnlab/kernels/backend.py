@@ -280,10 +280,9 @@ class Backend(ABC):
         """Return whether the model computes the rows of the prefill kernel, so that runs can share them."""
         return False
 
-    @property
-    def fixed_fields(self) -> tuple[str, ...]:
-        """Return the scales of a Case, by the names of its fields, for which the kernels have no argument."""
-        return ()
+    def fixed_fields(self, op: str) -> tuple[str, ...]:
+        """Return the scales of a Case, by the names of its fields, for which an op has no argument."""
+        return () if self.has_scale(op) else ("sm_scale",)
 
     @property
     def traces_reads(self) -> bool:

@@ -327,10 +327,9 @@ class PluginBackend(Backend):
         own: str = getattr(self.kernel, "op", DEFAULT_OP)
         return self.stands_for or own
 
-    @property
-    def fixed_fields(self) -> tuple[str, ...]:
+    def fixed_fields(self, op: str) -> tuple[str, ...]:
         kernel = None if self.records else self.kernel
-        return kernel.fixed_fields if isinstance(kernel, ByName) else ()
+        return kernel.fixed_fields if isinstance(kernel, ByName) else super().fixed_fields(op)
 
     @property
     def declares_op(self) -> bool:

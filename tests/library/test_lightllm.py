@@ -10,6 +10,7 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.checker.check import check
 from attnlab.contracts.contract import Target
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import arguments_of
 from attnlab.lab.lab import Lab
@@ -78,12 +79,18 @@ def context_attention_fwd(q, k, v, o, b_start_loc, b_seq_len, max_input_len, sli
 }
 
 
-def lightllm(folder: Path, row: str = "request", window: str = "") -> Path:
-    """Return a made-up LightLLM; a fault is another row of the table, or another window."""
+GROUPS = "one.float().repeat_interleave(group, 1)"
+IN_GROUP = "one.float()[:, torch.arange(q.shape[1]) % group]"
+
+
+def lightllm(folder: Path, row: str = "request", window: str = "", heads: str = GROUPS) -> Path:
+    """Return a made-up LightLLM; a fault is another row of the table, another window, or other KV heads."""
     for name, text in FILES.items():
         file = folder / f"lightllm/models/{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.replace("{row}", row).replace("{window}", window))
+        file.write_text(
+            text.replace("{row}", row).replace("{window}", window).replace(GROUPS, heads)
+        )
     return folder
 
 
@@ -147,3 +154,15 @@ def test_planted_faults_are_seen(tmp_path, op, fault, lens):
     case = Case(op=op, backend="library:lightllm", platform="sm_90", **lens, **window)
     right, wrong = lightllm(tmp_path / "a"), lightllm(tmp_path / "b", **fault)
     assert [Lab(source=one).run(case).status for one in (right, wrong)] == ["match", "mismatch"]
+
+
+@needs_triton
+def test_a_name_must_hold_in_other_cases_although_the_op_has_no_scale(tmp_path):
+    """Other cases had another scale, which the op refuses: with as many KV heads as query heads per KV head,
+    the head within its group is that of another fault."""
+    heads = {"num_heads": 4, "num_queries_per_kv": 2, "query_lens": (3, 5), "ctx_lens": (20, 5)}
+    case = Case(op=CONTEXT, backend="library:lightllm", platform="sm_90", **heads)
+    lab = Lab(source=lightllm(tmp_path, heads=IN_GROUP))
+    assert lab.backend(case).fixed_fields(case.op) == ("sm_scale",)
+    assert lab.run(case).status == "mismatch"
+    assert "kv_head_modulo" not in {one.name for one in diagnose(case, lab=lab).explanations}

@@ -359,9 +359,12 @@ def bind_aliases(interpreter: Any, names: dict[str, Any]) -> None:
 def bind_libdevice(interpreter: Any) -> None:
     """Let the functions of a GPU's library work in the interpreter, by whatever name a kernel calls them.
 
-    ``triton.language.extra.libdevice``, which a driver replaces, gets those of CUDA.
+    ``triton.language.extra.libdevice``, which a driver replaces, gets those of CUDA. Launches run one after
+    another, so that a kernel need not wait for the one before it.
     """
     extra = interpreter.tl.extra
+    for name in ("gdc_wait", "gdc_launch_dependents"):  # in assembly up to Triton 3.8
+        setattr(extra.cuda, name, lambda **named: None)
     for module in (extra.cuda, extra.cuda.libdevice, extra.hip.libdevice):
         bind_aliases(interpreter, vars(module))
     general = importlib.import_module(f"{extra.__name__}.libdevice")

@@ -331,11 +331,12 @@ class Replay:
             self._states[key] = [tensor.clone() for tensor in self._written]
         for at, tensor in enumerate(self._written):
             address = tensor.data_ptr()
-            tensor.copy_(
-                self._states[key][at]
-                if first
-                else next(one.before[address] for one in self.launches if address in one.before)
-            )
+            if first:
+                before = self._states[key][at]
+            else:  # a launch may have got it in another shape
+                found = (one.before.get(address) for one in self.launches)
+                before = next(one for one in found if one is not None)
+            tensor.copy_(before.reshape(tensor.shape))
 
 
 def _written(launches: Sequence[LaunchLog]) -> list[torch.Tensor]:
