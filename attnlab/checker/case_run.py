@@ -32,13 +32,13 @@ from attnlab.checker.finding import Finding
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import EMPTY, STATES, SlotState, readable_states
-from attnlab.defects import DEFECTS, Defect
+from attnlab.defects import Defect
 from attnlab.diagnosis.confirmation import find_rule, is_general, with_second_cases
 from attnlab.diagnosis.decision import examine, withdraw
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.refinement import follows_from
-from attnlab.diagnosis.reruns import further_cases, second_cases, with_known_contents
+from attnlab.diagnosis.reruns import with_known_contents
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import scratch_number
 from attnlab.kernels.cuda.backend import CudaBackend, source_files
@@ -414,10 +414,7 @@ class Rules:
                 "{names}: not confirmed",
             )
         if names and max(self.refused[name] for name in names) < self.refusals:
-            # Of a size that a name states, longer sequences refute others.
-            has_size = any(DEFECTS[name].variants for name in names if name in DEFECTS)
-            cases = further_cases if has_size else second_cases
-            diagnosis = with_second_cases(lab, with_known_contents(case), rerun, diagnosis, cases)
+            diagnosis = with_second_cases(lab, with_known_contents(case), rerun, diagnosis)
             self.names |= {one.name for one in diagnosis.explanations if one.is_established}
             self.refused.update(names - self.names)
             return diagnosis
