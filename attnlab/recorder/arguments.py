@@ -93,9 +93,9 @@ class Reading:
     def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
         """Return the unknown arguments as "name=value", without those that repeat a size of the call."""
         found = [
-            f"{name}={_shown(value)}"
+            f"{name}={shown(value)}"
             for name, value in self.unknown.items()
-            if name not in SIZES or _shown(value) != str(SIZES[name](call))
+            if name not in SIZES or shown(value) != str(SIZES[name](call))
         ]
         return tuple(dict.fromkeys((*found, *(self.stated(call) if self.stated else ()))))
 
@@ -150,7 +150,7 @@ def _is_same(value: Any, default: Any) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return an argument as short text; of a larger tensor, only its shape."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:

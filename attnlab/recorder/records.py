@@ -1,139 +1,106 @@
 """Read calls of a library's ops as their records state: :mod:`attnlab.kernels.binding`, backwards.
 
-A record has each argument as an expression in the fields of a call. An argument is read as the field that
-its expression names. What a call states and the record would not is an argument that attnlab does not know.
+A record states each argument as an expression in the names of a call (:mod:`attnlab.library.op`). Most are a
+name, or a view of a tensor, and so state the name, too. What was read is bound again by the record, and the
+arguments that differ from those of the call are not understood: nothing is said about the values of such a
+call.
 """
 
+import ast
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.contract import Target
-from attnlab.kernels.binding import Values, bind, evaluate, finish
-from attnlab.kernels.by_name import NAMES, output_of
+from attnlab.kernels import by_name
+from attnlab.kernels.binding import Values, bind, evaluate, finish, is_default
 from attnlab.library.op import Op, libraries, names_in, ops_of, package_of
-from attnlab.recorder.arguments import BoundArguments, Reading, RecordedOp
-from attnlab.tensors.call import KernelCall
+from attnlab.recorder.arguments import BoundArguments, Reading, RecordedOp, call_of_reading, shown
+from attnlab.tensors.call import KernelCall, Origin
 
-# An expression that is a field's value, perhaps as a tensor of one number or in another shape.
-_PLAIN = re.compile(
-    r"(?:one\()?(\w+)\)?(?: if is_fp8 else None| or 0(?:\.0)?|\.int\(\)|\.flatten\(0, 1\)"
-    r"|\.view\(cache_dtype\)|\[:-1\]|\.transpose\(1, 2\))?"
+_CACHES = ("key_cache", "value_cache")
+_STATED = (
+    *("query", "key", "value", "output", "block_table", "seq_lens", "query_start_loc", "sm_scale"),
+    *("softcap", "alibi_slopes", "sinks", "causal", "k_scale", "v_scale", "kv_cache_dtype"),
+    *("sliding_window", "max_query_len", "max_seq_len"),
+)  # fmt: skip
+# Names whose values are read and copied as they are, or that only a binding makes.
+_NOT_COMPARED = frozenset(
+    (
+        *(*_CACHES, *(f"flash_{name}" for name in _CACHES), "flat_keys", "flat_values"),
+        *("query", "key", "value", "output", "before", "float32", "nan_like", "partials"),
+        *("returned", "request_index", "request_table", "token_slots", "context_slots"),
+        *("triton_dtype", "splits", "block_size"),
+    )
 )
-_QUANTISED = re.compile(r"affine\(flash_(key|value)_cache, (\d), \d\)\.(numbers|scales)")
-_FIELDS = {
-    "flash_key_cache": "key_cache",
-    "flash_value_cache": "value_cache",
-    "scale": "sm_scale",
-    "flat_starts": "key_starts",
-}
-# What is read apart, and what is no more than a size, a choice of a path, or scratch memory.
-_APART = (
-    *("context_starts", "context_slots", "context_lens", "query_lens", "window_left"),
-    *("flat_keys", "flat_values", "key_starts"),
-)
-_SIZES = {"splits", "block_size", "max_query_len", "max_seq_len", "triton_dtype", "float32", "seqs"}
 # Layouts of a cache, and of keys without pages, as ops name them: heads, tokens (s) and elements.
 LAYOUTS = {"bshd": "flash", "NHD": "flash", "bhsd": "HND", "HND": "HND"}
+_AXES = {"s": "tokens", "h": "heads", "d": "size"}
+_LAYOUT = "kv_layout"  # the argument that states them, which is in no record
 
 
 def library_ops() -> tuple[RecordedOp, ...]:
     """Return the attention ops of all libraries but vLLM, which :mod:`attnlab.recorder.ops` has."""
-    found: dict[str, list[Op]] = {}
+    found: dict[tuple[str, str], list[Op]] = {}
     for library in libraries():
         for record in ops_of(library) if library != "vllm" else ():
-            if not record.writes_cache and not record.merges:
-                for module in _modules(record):
-                    found.setdefault(f"{module}:{record.function}", []).append(record)
-    return tuple(_recorded(place, records) for place, records in found.items())
-
-
-def _modules(record: Op) -> Iterator[str]:
-    """Yield the modules that a record's op may be in, with one name for each layout of its package."""
-    for folder in package_of(record.library).folders:
-        yield f"{folder}/{record.module}".replace("/", ".")
-
-
-def _recorded(place: str, records: Sequence[Op]) -> RecordedOp:
-    module, _, function = place.partition(":")
-    names = {name for record in records for name in record.arguments}
-    return RecordedOp(
-        module=module,
-        function=function,
-        op=records[0].name,
-        adjust=partial(read_by_record, records),
-        reads=tuple(sorted(names)),
+            for folder in package_of(library).folders:  # one for each layout of the package
+                if not record.writes_cache and not record.merges:
+                    module = f"{folder}/{record.module}".replace("/", ".")
+                    found.setdefault((module, record.function), []).append(record)
+    return tuple(
+        RecordedOp(
+            module=module,
+            function=function,
+            op=records[0].name,
+            adjust=partial(read_by_record, records),
+            reads=tuple(sorted({name for record in records for name in record.arguments})),
+        )
+        for (module, function), records in found.items()
     )
 
 
-def read_by_record(records: Sequence[Op], given: dict[str, Any], reading: Reading) -> None:
-    """Read the arguments of an op by the record whose numbers they have. Changes the reading."""
-    record = _record_of(records, given)
-    fields = _plain_fields(record, given, reading)
-    layout = given.get("kv_layout")
-    if layout in LAYOUTS or sorted(str(layout)) == sorted("shd"):
-        reading.unknown.pop("kv_layout", None)
-    if record.cache_layout == "flash" and "layout" not in fields:
-        fields["layout"] = LAYOUTS.get(str(layout), "flash")
-    reading.fields = fields | {"op": record.name}
-    _take_window(fields, reading)
-    _take_quantised(record, given, reading)
-    _take_flat(str(layout or "hsd"), reading)
-    _take_dense(record, reading)
-    _take_context(reading)
-    _check_prefix(record, given, reading)
-    _take_mask(record, given, reading)
-    if record.result is not None:
-        reading.result = lambda returned: (output_of(returned)[0], None)
-    reading.stated = _differing(record, given)
+def read_by_record(records: Sequence[Op], given: Mapping[str, Any], reading: Reading) -> None:
+    """Read the arguments of an op by the record whose numbers they have. Changes the reading.
+
+    Numbers and lists of numbers are compared with those of the record's call when that is made.
+    """
+    op, unread = _record_of(records, given), list[str]()
+    found = stated(op, given, unread)
+    _read(op, found, given, reading)
+    _take_quantised(found, reading)
+    if op.result is not None and "returned" in names_in(op.result):
+        reading.result = lambda returned: (output_of(op, {}, returned), None)
+    changed = given.given if isinstance(given, BoundArguments) else given.keys()
+    masks = op.parameters("qq_bias")
+    kept = {
+        name: given[name] for name in changed if name not in masks and op.why_neutral(name) is None
+    }
+    reading.unknown |= {n: kept[n] for n in unread if n in kept and not _is_small(kept[n])}
+    small = {
+        name: one.clone() if isinstance(one, torch.Tensor) else one
+        for name, one in kept.items()
+        if _is_compared(op, name) and _is_small(one)
+    }
+
+    def differing(call: KernelCall) -> tuple[str, ...]:
+        return tuple(f"{name}={shown(small[name])}" for name in _differences(op, call, small))
+
+    reading.stated = differing
 
 
-def _plain_fields(record: Op, given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
-    """Return the fields that single arguments state; keep those that are not understood as unknown."""
-    fields: dict[str, Any] = {}
-    for name, text in record.arguments.items():
-        value, found = given.get(name), _PLAIN.fullmatch(text)
-        if value is None:
-            continue
-        if text == "(window_left, window_right)":
-            fields["window_left"] = value
-        if found is None:
-            if name in _given(given) and not _is_read_apart(record, name, value):
-                reading.unknown[name] = value
-            continue
-        field = _FIELDS.get(found[1], found[1])
-        if field in NAMES or field in _APART:
-            fields[field] = value
-        if text.endswith(".transpose(1, 2)"):
-            fields["layout"] = "HND"
-        if text.endswith("[:-1]"):
-            fields[field] = torch.nn.functional.pad(value, (0, 1), value=len(given[_query(record)]))
-    return fields
-
-
-def _given(given: Mapping[str, Any]) -> set[str]:
-    """Return the names of the arguments that are not at their default."""
-    return given.given if isinstance(given, BoundArguments) else set(given)
-
-
-def _is_read_apart(record: Op, name: str, value: Any) -> bool:
-    """Answer whether an argument changes no result, or is read by more than the name of its field."""
-    text = record.arguments[name]
-    if record.why_neutral(name) is not None or names_in(text) & _SIZES:
-        return True
-    is_number = isinstance(value, (bool, int, float, str))  # compared with what the record passes
-    is_mask = "window_" in text or "qq_bias" in names_in(text)
-    return is_number or is_mask or _QUANTISED.fullmatch(text) is not None
-
-
-def _query(record: Op) -> str:
-    return next(name for name, text in record.arguments.items() if text == "query")
+def _is_small(value: Any) -> bool:
+    """Answer whether an argument is a number, or a list of integers."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 1 and not value.is_floating_point()
+    return isinstance(value, (bool, int, float, str))
 
 
 def _record_of(records: Sequence[Op], given: Mapping[str, Any]) -> Op:
@@ -146,139 +113,333 @@ def _record_of(records: Sequence[Op], given: Mapping[str, Any]) -> Op:
     return max(records, key=agreeing)
 
 
-def _take_window(fields: dict[str, Any], reading: Reading) -> None:
-    """Read the number of keys to the left, -1 for all, or a pair with those to the right."""
-    left = fields.pop("window_left", None)
-    if isinstance(left, (tuple, list)):
-        left, right = left
-        if right not in (-1, 0):
-            reading.unmodelled.append("window_size to the right")
-    reading.fields.pop("window_left", None)
-    if isinstance(left, int) and left >= 0:
-        reading.fields["sliding_window"] = left + 1
+def call_of(
+    op: Op, given: BoundArguments, origin: Origin, output: torch.Tensor | None
+) -> KernelCall:
+    """Return the KernelCall of the arguments of an op's function; its tensors are those of the arguments.
 
-
-def _take_quantised(record: Op, given: Mapping[str, Any], reading: Reading) -> None:
-    """Read a cache of integers as their numbers, (stored - zero point) * scale, in the query's dtype."""
-    stored: dict[tuple[str, str], Any] = {}
-    bits = 8
-    for name, text in record.arguments.items():
-        if (found := _QUANTISED.fullmatch(text)) is not None:
-            bits = int(found[2])
-            stored[found[1], found[3]] = given.get(name)
-    if not stored or any(one is None for one in stored.values()):
-        return
-    for half in ("key", "value"):
-        numbers, scales = stored[half, "numbers"], stored[half, "scales"].float()
-        if bits == 4:
-            numbers = torch.cat([numbers & 0xF, numbers >> 4], -1)
-        exact = (numbers.float() - scales[..., 1:]) * scales[..., :1]
-        reading.fields[f"{half}_cache"] = exact.to(reading.fields["query"].dtype)
-    for name in ("k_scale", "v_scale"):
-        reading.fields.pop(name, None)
-    reading.unknown["the cache's numbers"] = f"int{bits}, rounded to the query's dtype"
-
-
-def _take_flat(layout: str, reading: Reading) -> None:
-    """Read keys and values without pages as a cache with blocks of one token.
-
-    ``layout``: the order of heads (h), tokens (s) and elements (d).
+    ``output``: of the op, [tokens, num_heads, value_size], None to take the argument that the op writes.
+    ``unknown_arguments`` has the arguments that the call does not state. Raises InvalidCall if the arguments
+    are not those of attention, or contradict each other.
     """
-    fields = reading.fields
-    starts = fields.pop("key_starts", None)
-    both = {name: fields.pop(f"flat_{name}s", None) for name in ("key", "value")}
-    if not all(isinstance(one, torch.Tensor) and one.dim() == 3 for one in both.values()):
+    reading = Reading(fields={})
+    understood = _read(op, stated(op, given), given, reading)
+    if output is not None:
+        reading.fields["output"] = output
+    if reading.why_not:
+        raise InvalidCall(reading.why_not)
+    if "query" in reading.fields and "key_cache" not in reading.fields:
+        raise InvalidCall("key_cache must be one that a call can hold, got one of another form")
+    call = call_of_reading(reading, origin, op=op.name)
+    others = sorted(n for n in given.given - op.arguments.keys() if given[n] is not None)
+    unknown = (*call.unknown_arguments, *_differences(op, call, given), *others)
+    return replace(
+        call, unknown_arguments=tuple(n for n in dict.fromkeys(unknown) if n not in understood)
+    )
+
+
+def _read(
+    op: Op, found: Mapping[str, Any], given: Mapping[str, Any], reading: Reading
+) -> Collection[str]:
+    """Set the fields of what the arguments state; return the arguments that were read apart from it."""
+    fields = reading.fields = {name: found[name] for name in _STATED if name in found}
+    fields["op"] = op.name
+    understood: list[str] = []
+    if not isinstance(fields.get("query"), torch.Tensor):
+        return understood
+    _take_numbers(fields, found, reading)
+    _take_lengths(op, fields, found, reading)
+    if _take_cache(op, fields, found, str(given.get(_LAYOUT) or ""), reading):
+        reading.unknown.pop(_LAYOUT, None)
+        understood.append(_LAYOUT)
+    if op.cache_layout is not None and op.new_tokens_from == "cache":
+        fields.pop("key", None)
+        fields.pop("value", None)
+    if _take_mask(op, given, reading, found.get("window_starts")):
+        understood += op.parameters("qq_bias")
+    return understood
+
+
+def stated(op: Op, given: Mapping[str, Any], unread: list[str] | None = None) -> dict[str, Any]:
+    """Return what the arguments state, by the names of :class:`attnlab.kernels.binding.Values`.
+
+    Those that state nothing are added to ``unread``. A cache of integers has two names for each half, such as
+    flash_key_cache.scales; then ``affine`` is the number of bits.
+    """
+    found: dict[str, Any] = {}
+    for parameter, text in op.arguments.items():
+        is_given = given.get(parameter) is not None
+        if is_given and not _solve(_tree(text), given[parameter], found) and unread is not None:
+            unread.append(parameter)
+    return found
+
+
+@lru_cache(maxsize=512)
+def _tree(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _solve(node: ast.expr, value: Any, found: dict[str, Any]) -> bool:
+    """Note the names that an expression states if it has a value; answer whether it states one."""
+    match node:
+        case ast.Name(id=name):
+            found.setdefault(name, value)
+            return True
+        case ast.Tuple(elts=parts) if isinstance(value, (tuple, list)):
+            return all([_solve(*pair, found) for pair in zip(parts, value, strict=False)])
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="affine"), args=args), attr=part):
+            cache, bits, _ = args
+            found |= {f"{ast.unparse(cache)}.{part}": value, "affine": ast.literal_eval(bits)}
+            return True
+    inner = _undone(node, value) if isinstance(value, torch.Tensor) else None
+    inner = inner or _chosen(node, value)
+    return inner is not None and _solve(*inner, found)
+
+
+def _chosen(node: ast.expr, value: Any) -> tuple[ast.expr, Any] | None:
+    """Return the part of an expression that has its value, which is not None."""
+    match node:
+        case ast.BoolOp(op=ast.Or(), values=[first, *_]):
+            return (first, value) if isinstance(value, torch.Tensor) or value else None
+        case ast.IfExp(test=ast.Compare(ops=[ast.Is()])):  # X if Y is None else Z
+            return node.orelse, value
+        case ast.IfExp():
+            return node.body, value
+        case ast.Call(func=ast.Name(id="one"), args=[first]):
+            return first, value
+    return None
+
+
+def _undone(node: ast.expr, value: torch.Tensor) -> tuple[ast.expr, torch.Tensor] | None:
+    """Return the tensor that an expression makes a view of, and what it was."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=inner, attr=name), args=args):
+            method = _BACK.get(name)
+            numbers = [ast.literal_eval(one) for one in args if isinstance(one, ast.Constant)]
+            return None if method is None else (inner, method(value, *numbers))
+        case ast.Subscript(value=inner, slice=index):
+            view = _SLICES.get(ast.unparse(index).strip("()"))
+            return None if view is None else (inner, view(value))
+    return None
+
+
+# What undoes a method, or an index, of an expression. A cache that is repeated has a head per query head.
+_BACK: dict[str, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys(
+        ("int", "float", "contiguous", "expand", "view", "repeat_interleave"),
+        lambda tensor, *args: tensor,
+    ),
+    "flatten": lambda tensor, first, last: tensor.unflatten(first, (-1, 1)),
+    "transpose": lambda tensor, first, second: tensor.transpose(first, second),
+}
+_SLICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    ":, None": lambda tensor: tensor[:, 0],
+    "None": lambda tensor: tensor[0],
+}
+
+
+def _take_numbers(fields: dict[str, Any], found: Mapping[str, Any], reading: Reading) -> None:
+    """Set the scale, the window and the numbers that have other names in a record."""
+    if "scale" in found:
+        fields.setdefault("sm_scale", found["scale"])
+    left, right = found.get("window_left"), found.get("window_right", -1)
+    if isinstance(left, (tuple, list)):  # window_size of FlashAttention
+        left, right = left
+    if left is not None:
+        fields["sliding_window"] = max(0, int(left) + 1)
+    if right not in (-1, 0):
+        reading.unmodelled.append("window_size to the right")
+    if isinstance(fields.get("softcap"), (int, float)) and not fields["softcap"]:
+        del fields["softcap"]
+
+
+def _take_lengths(
+    op: Op, fields: dict[str, Any], found: Mapping[str, Any], reading: Reading
+) -> None:
+    """Set lengths, the first row of each sequence, and the table of a list of slots."""
+    query, starts = fields["query"], fields.get("query_start_loc")
+    lens = fields.get("seq_lens")
+    if starts is not None and lens is not None and len(starts) == len(lens):
+        starts = fields["query_start_loc"] = torch.cat([starts, starts.new_tensor([len(query)])])
+    if starts is None and op.prefill and lens is not None:
+        own = found.get("query_lens")
+        if own is None:
+            own = lens - found["context_lens"][: len(lens)] if "context_lens" in found else lens
+        sums = torch.nn.functional.pad(own.long().cumsum(0), (1, 0))
+        starts = fields["query_start_loc"] = sums.int()
+    for name in ("token", "context"):
+        if f"{name}_starts" not in found or f"{name}_slots" not in found:
+            continue
+        first = found.get("window_starts")
+        new = starts.diff() if name == "context" and starts is not None else None
+        table, lens = _table(found[f"{name}_starts"], found[f"{name}_slots"], first, new)
+        fields["block_table"], fields["seq_lens"] = table, lens
+        reading.read_as.append("the lists of slots as a block table with blocks of one token")
+    if "request_table" in found and "request_index" in found:
+        rows = found["request_index"].long()[: len(fields["seq_lens"])]
+        fields["block_table"] = found["request_table"][rows]
+        reading.read_as.append("the block table as the rows that the request index names")
+    if not op.prefill:
+        fields.pop("query_start_loc", None)
+        if "seq_lens" in fields:
+            fields["seq_lens"] = fields["seq_lens"][: len(query)]
+
+
+def _take_cache(
+    op: Op, fields: dict[str, Any], found: Mapping[str, Any], layout: str, reading: Reading
+) -> bool:
+    """Set the cache, which an op without one has in its keys and values.
+
+    ``layout``: as the call states it, or "". Answer whether it is known.
+    """
+    is_flat, order = "flat_keys" in found, layout or "hsd"
+    if is_flat and sorted(order) != sorted("shd"):
+        reading.why_not = f"kv_layout must be an order of s, h and d, got {order}"
+        return False
+    for name in _CACHES:
+        own = name.removesuffix("_cache")
+        cache = found.get(f"flash_{name}", found.get(name))
+        if is_flat:
+            cache = found[f"flat_{own}s"].permute([order.index(axis) for axis in "shd"])[:, None]
+        elif op.cache_layout is None and own in fields:
+            cache = fields[own][:, None]
+        elif cache is not None and LAYOUTS.get(layout) == "HND":
+            cache = cache.transpose(1, 2)
+        if cache is not None:
+            fields[name] = cache
+    if is_flat and order != "shd":
+        axes = ", ".join(_AXES[axis] for axis in order)
+        reading.read_as.append(f"keys and values [{axes}] by token")
+    starts = found.get("flat_starts", fields.get("query_start_loc"))
+    if starts is not None and (is_flat or op.cache_layout is None):
+        slots = torch.arange(int(starts[-1]), dtype=torch.int32, device=starts.device)
+        fields["block_table"], fields["seq_lens"] = _table(starts, slots, None, None)
+    fields["layout"] = "x-split" if op.cache_layout == "x-split" else "flash"
+    return is_flat or layout in LAYOUTS
+
+
+def _table(
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor | None,
+    new: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of all positions, [num_seqs, n], and the lengths, of lists of slots.
+
+    ``first``: the position of the first slot of each list. ``new``: how many tokens of each sequence follow
+    its list; they have slot 0, which is not read.
+    """
+    counts = starts.long().diff().to(slots.device)
+    before = torch.zeros_like(counts) if first is None else first.long().to(slots.device)
+    after = torch.zeros_like(counts) if new is None else new.long().to(slots.device)
+    lens = before[: len(counts)] + counts + after[: len(counts)]
+    width = max(1, int(lens.max()) if len(lens) else 1)
+    at = torch.arange(width, device=slots.device) - before[: len(counts), None]
+    inside = (at >= 0) & (at < counts[:, None])
+    index = (starts[:-1].long().to(slots.device)[:, None] + at).clamp(0, max(0, len(slots) - 1))
+    table = slots[index] if len(slots) else at * 0
+    return torch.where(inside, table, 0), lens.int()
+
+
+def _take_quantised(found: Mapping[str, Any], reading: Reading) -> None:
+    """Read a cache of integers as their numbers, (stored - zero point) * scale, in the query's dtype."""
+    if "affine" not in found or "query" not in reading.fields:
         return
-    if sorted(layout) != sorted("shd"):
-        reading.why_not = f"kv_layout must be an order of s, h and d, got {layout}"
-        return
-    for name, one in both.items():
-        fields[f"{name}_cache"] = one.permute([layout.index(axis) for axis in "shd"])
-    count = fields["key_cache"].shape[0]
-    slots = torch.arange(count, dtype=torch.int32, device=both["key"].device)
-    fields |= {"token_starts": starts, "token_slots": slots}
-    if layout != "shd":
-        reading.read_as.append(
-            f"keys and values [{', '.join(_AXES[axis] for axis in layout)}] by token"
-        )
+    for name in _CACHES:
+        numbers, scales = (found.get(f"flash_{name}.{part}") for part in ("numbers", "scales"))
+        if numbers is None or scales is None:
+            return
+        if found["affine"] == 4:
+            numbers = torch.cat([numbers & 0xF, numbers >> 4], -1)
+        exact = (numbers.float() - scales[..., 1:].float()) * scales[..., :1].float()
+        reading.fields[name] = exact.to(reading.fields["query"].dtype)
+    text = f"int{found['affine']}, rounded to the query's dtype"
+    reading.unknown["the cache's numbers"] = text
 
 
-_AXES = {"s": "tokens", "h": "heads", "d": "size"}
+def _take_mask(op: Op, given: Mapping[str, Any], reading: Reading, first: Any) -> bool:
+    """Read a mask of bytes for each row if it is the causal mask; there is no reference else.
 
-
-def _take_dense(record: Op, reading: Reading) -> None:
-    """Read the keys and values of an op without a cache as the tokens of their sequences, one to a block."""
-    fields = reading.fields
-    lens, starts = fields.get("seq_lens"), fields.get("query_start_loc")
-    if record.cache_layout is not None or not {"query", "key", "value"} <= fields.keys():
-        return
-    if not isinstance(lens, torch.Tensor) or not isinstance(starts, torch.Tensor):
-        return
-    sums = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-    if not torch.equal(starts[: len(lens)].long(), sums[:-1].long()):
-        reading.why_not = f"{_name_of(record, 'query_start_loc')} leaves rows between sequences"
-        return
-    rows = torch.arange(len(fields["key"]), dtype=torch.int32, device=lens.device)
-    del fields["seq_lens"]
-    fields |= {"query_start_loc": sums.int(), "token_starts": sums.int(), "token_slots": rows}
-    fields |= {f"{name}_cache": fields[name] for name in ("key", "value")}
-
-
-def _name_of(record: Op, field: str) -> str:
-    return next(name for name, text in record.arguments.items() if field in names_in(text))
-
-
-def _take_context(reading: Reading) -> None:
-    """Add the new tokens, which have no slots, to lists of the slots of the context."""
-    fields = reading.fields
-    starts, slots = fields.pop("context_starts", None), fields.pop("context_slots", None)
-    queries = fields.get("query_start_loc")
-    lists = [one for one in (starts, slots, queries) if isinstance(one, torch.Tensor)]
-    if len(lists) < 3:
-        return
-    starts, slots, queries = lists
-    counts, lens = starts.long().diff(), queries.long().diff().to(starts.device)
-    placed = [
-        torch.nn.functional.pad(slots[first : first + count].int(), (0, new))
-        for first, count, new in zip(starts.tolist(), counts.tolist(), lens.tolist(), strict=False)
-    ]
-    fields["token_slots"] = torch.cat(placed) if placed else slots.int()
-    fields["token_starts"] = torch.nn.functional.pad((counts + lens).cumsum(0), (1, 0)).int()
-
-
-def _check_prefix(record: Op, given: Mapping[str, Any], reading: Reading) -> None:
-    """Keep lengths of the context that are not those before the new tokens as an unknown argument."""
-    starts, queries = (reading.fields.get(name) for name in ("token_starts", "query_start_loc"))
-    name = next((n for n, t in record.arguments.items() if t.startswith("context_lens -")), "")
-    lens = given.get(name)
-    found = [one for one in (starts, queries, lens) if isinstance(one, torch.Tensor)]
-    if len(found) < 3:
-        return
-    counts, rows = (one.long().diff() for one in found[:2])
-    if not torch.equal(counts - rows, found[2].long()):
-        reading.unknown[name] = lens
-
-
-def _take_mask(record: Op, given: Mapping[str, Any], reading: Reading) -> None:
-    """Read a mask of bytes for each row if it is the causal mask; there is no reference else."""
-    names = [name for name, text in record.arguments.items() if "seen(" in text]
-    mask = next((given[name] for name in names if given.get(name) is not None), None)
+    ``first``: the position of the first slot of each sequence, None for 0. Answer whether it was read.
+    """
+    name = next((name for name, text in op.arguments.items() if "seen(" in text), "")
+    mask = given.get(name)
     if mask is None:
-        return
+        return False
     fields = reading.fields
-    starts, queries = fields.get("token_starts"), fields.get("query_start_loc")
-    if isinstance(starts, torch.Tensor) and isinstance(queries, torch.Tensor):
-        lens, rows = starts.long().diff().tolist(), queries.long().diff().tolist()
-        causal = [
-            torch.ones(new, length, device=mask.device).tril(length - new).flatten() > 0
-            for length, new in zip(lens, rows, strict=True)
-        ]
-        wanted = torch.cat(causal) if causal else mask.new_zeros(0).bool()
+    if {"seq_lens", "query_start_loc"} <= fields.keys():
+        lens, rows = fields["seq_lens"].long(), fields["query_start_loc"].long().diff()
+        if first is not None and "seen(window_starts)" in op.arguments[name]:
+            lens = lens - first.long()[: len(lens)]
+        causal = [mask.new_zeros(0).bool()]
+        for new, length in zip(rows.tolist(), lens.tolist(), strict=True):
+            ones = torch.ones(new, length, dtype=torch.bool, device=mask.device)
+            causal.append(ones.tril(length - new).flatten())
+        wanted = torch.cat(causal)
         if torch.equal(mask[: len(wanted)].bool(), wanted):
             fields["causal"] = True
-            reading.read_as.append(f"{names[0]} as the causal mask")
-            return
-    reading.unmodelled.append(names[0])
+            reading.read_as.append(f"{name} as the causal mask")
+            return True
+    reading.unmodelled.append(name)
+    return False
+
+
+def _is_compared(op: Op, parameter: str) -> bool:
+    text = op.arguments.get(parameter)
+    is_neutral = text is None or op.why_neutral(parameter) is not None
+    return not is_neutral and not names_in(text or "") & _NOT_COMPARED
+
+
+def _differences(op: Op, call: KernelCall, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments that differ from those of the call by its record."""
+    platform = PLATFORMS.get(call.origin.platform or "", PLATFORMS["sm_90"])
+    values = Values(call, Target(platform=platform))
+    for parameter, text in op.arguments.items():
+        if parameter not in given or not _is_compared(op, parameter):
+            continue
+        try:
+            expected = evaluate(text, values)
+        except (AttnLabError, RuntimeError, IndexError, TypeError, ValueError):
+            yield parameter
+            continue
+        if not is_default(expected) and not _is_same(expected, given[parameter]):
+            yield parameter
+    if call.kv_cache_dtype == "auto":  # an op may use scales of a cache that needs none
+        for scale in ("k_scale", "v_scale"):
+            if not _is_same(1.0, getattr(call, scale)):
+                yield from (name for name in op.parameters(scale) if name in given)
+
+
+def _is_same(expected: Any, given: Any) -> bool:
+    """Answer whether two arguments are equal; a list of integers may be longer than what is used of it."""
+    if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
+        pairs = zip(expected, given, strict=False)
+        return len(expected) == len(given) and all(_is_same(a, b) for a, b in pairs)
+    if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
+        if expected.dim() == given.dim() == 1 and not given.is_floating_point():
+            size = min(len(expected), len(given))
+            expected, given = expected[:size], given[:size]
+        if expected.shape == given.shape:
+            return bool(torch.equal(expected.to(given), given))
+    one, other = (
+        value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for value in (expected, given)
+    )
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6)  # stored in float32 on the way
+    return bool(one == other)
+
+
+def output_of(op: Op, given: Mapping[str, Any], returned: Any) -> torch.Tensor | None:
+    """Return what an op returned as [tokens, num_heads, value_size], None if it writes an argument."""
+    if op.result is None or "returned" not in names_in(op.result):
+        return None
+    found, _ = by_name.output_of(evaluate(op.result, {**given, "returned": returned}))
+    while found is not None and found.dim() > 3 and len(found) == 1:
+        found = found[0]
+    return found
 
 
 def run_by_record(function: Callable[..., Any], call: KernelCall) -> None:
@@ -286,32 +447,3 @@ def run_by_record(function: Callable[..., Any], call: KernelCall) -> None:
     target = Target.of(Case())
     arguments = bind(function, call, target)
     finish(call, target, arguments, function(**arguments))
-
-
-def _differing(record: Op, given: Mapping[str, Any]) -> Callable[[KernelCall], tuple[str, ...]]:
-    """Return a function that names the numbers of a call which its record would not pass, "name=value"."""
-    numbers = {
-        name: given[name]
-        for name, text in record.arguments.items()
-        if name in _given(given)
-        and isinstance(given[name], (bool, int, float, str))
-        and record.why_neutral(name) is None
-        and not names_in(text) & _SIZES
-    }
-
-    def differing(call: KernelCall) -> tuple[str, ...]:
-        values = Values(call, Target.of(Case()))
-        return tuple(f"{n}={one}" for n, one in numbers.items() if not _is_passed(n, one, values))
-
-    def _is_passed(name: str, one: Any, values: Values) -> bool:
-        try:
-            passed = evaluate(record.arguments[name], values)
-        except AttnLabError:
-            return False
-        if isinstance(passed, torch.Tensor) and passed.numel() == 1:
-            passed = passed.item()
-        if isinstance(one, str) or isinstance(passed, str) or passed is None:
-            return passed is None if not isinstance(one, str) else one == passed
-        return not isinstance(passed, torch.Tensor) and math.isclose(one, passed, rel_tol=1e-6)
-
-    return differing

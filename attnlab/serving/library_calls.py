@@ -25,7 +25,7 @@ from attnlab.case.platforms import platform_of
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.library.op import Op
 from attnlab.recorder.arguments import BoundArguments, binder
-from attnlab.recorder.library_ops import call_of, output_of, stated
+from attnlab.recorder.records import call_of, output_of, stated
 from attnlab.recorder.snapshot import copied
 from attnlab.serving.begun_op import check_values, not_finite, wrong_values
 from attnlab.serving.capture_state import CaptureState, KeptCalls, Observation, RecordFile

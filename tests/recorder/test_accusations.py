@@ -119,7 +119,9 @@ def test_an_op_of_another_library_has_no_contracts_of_vllm(found):
     """SGLang's decode_attention_fwd has the name of vLLM's."""
     facts = found["test_sglang_decode[right]"]
     assert facts["attnlab_op"].startswith("sglang.")
-    assert KernelCall.load(Path(facts["attnlab_call"])).is_foreign
+    call = KernelCall.load(Path(facts["attnlab_call"]))
+    assert call.op == "sglang_decode_attention"
+    assert call.spec.library == "sglang"
 
 
 _RUNS = """

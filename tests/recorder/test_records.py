@@ -5,8 +5,8 @@ import torch
 
 from attnlab.recorder.arguments import BoundArguments, RecordedOp, call_of_reading
 from attnlab.recorder.failing_side import Comparison, judge
-from attnlab.recorder.patches import Watch
 from attnlab.recorder.records import library_ops
+from attnlab.recorder.watch import Watch
 from attnlab.tensors.call import KernelCall, Origin
 
 _OPS = {op.name: op for op in library_ops()}
@@ -122,6 +122,32 @@ def test_a_cache_of_integers_is_read_as_its_numbers(bits: int) -> None:
     numbers = stored if bits == 8 else torch.cat([stored & 15, stored >> 4], -1)
     assert torch.equal(reading.fields["key_cache"], (numbers.float() - 7) * 0.5)
     assert "the cache's numbers" in reading.unknown
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_table_of_requests_and_new_rows_are_read_as_the_record_has_them(gap: int) -> None:
+    """LightLLM's op gets lengths, and the first row of each sequence, which the lengths state, too."""
+    torch.manual_seed(0)
+    query, cache = torch.randn(5, 4, 16), torch.randn(2, 12, 2, 16)
+    table = torch.tensor([[1, 7, 3, 0], [9, 2, 8, 0], [4, 10, 6, 5]], dtype=torch.int32)
+    lens, requests = [(1, 2), (1, 3)], [2, 0]
+    parts, begin = [], 0
+    for (context, new), request in zip(lens, requests, strict=True):
+        key, value = cache[:, table[request, : context + new].long()]
+        parts.append(_attention(query[begin : begin + new], key, value))
+        begin += new
+    given = {
+        **{"q": query, "k": cache[0], "v": cache[1], "o": torch.cat(parts)},
+        **{"b_start_loc": torch.tensor([0, 2 + gap]), "b_seq_len": torch.tensor([3, 4])},
+        **{"b_prompt_cache_len": torch.tensor([1, 1]), "b_req_idx": torch.tensor(requests)},
+        **{"max_input_len": 3, "req_to_token_indexs": table},
+    }
+    name = next(name for name, op in _OPS.items() if op.op == "lightllm_llama_context")
+    call = _call(_OPS[name], given)
+    assert call.unknown_arguments == (("b_start_loc=a tensor (2,)",) if gap else ())
+    output = torch.cat(parts)
+    compared = Comparison(actual=output, expected=output, atol=0.0, rtol=0.0, passed=True)
+    assert gap or judge(call, compared).diagnosis.status == "nothing wrong"
 
 
 def test_tolerances_by_name_are_those_of_the_comparison() -> None:

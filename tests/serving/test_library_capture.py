@@ -22,7 +22,7 @@ from attnlab.kernels.vllm.source import fetch_ops, find_source
 from attnlab.lab.lab import Lab
 from attnlab.library.op import Op, ops_of, package_of
 from attnlab.recorder.arguments import BoundArguments
-from attnlab.recorder.library_ops import call_of, output_of
+from attnlab.recorder.records import call_of, output_of
 from attnlab.serving.begun_op import check_values
 from attnlab.serving.plugin import SITE
 from attnlab.serving.settings import CaptureSettings, captured_libraries
