@@ -101,7 +101,7 @@ def test_a_library_is_checked_from_its_source(tmp_path):
     wrong = sglang(tmp_path / "b", fault=" * 2")
     (found,) = check(library="sglang", source=wrong, cases=2, engine="local:1").findings
     assert (found.kind, found.op) == ("wrong_output", "sglang_decode_attention")
-    assert found.diagnosis == "scale_doubled"
+    assert found.diagnosis == "the scores of keys are multiplied by a further 2"
 
 
 @needs_triton
