@@ -2,8 +2,7 @@
 
 A record states each argument as an expression in the names of a call (:mod:`attnlab.library.op`). Most are a
 name, or a view of a tensor, and so state the name, too. What was read is bound again by the record, and the
-arguments that differ from those of the call are not understood: nothing is said about the values of such a
-call.
+arguments that differ from those of the call are not understood. The values of such a call are not checked.
 """
 
 import ast

@@ -217,7 +217,7 @@ class RowsOfOp:
 
 
 class Rows(Protocol):
-    """The rows of an op's output, and what is said of one."""
+    """The rows of an op's output, and the text of one."""
 
     def seq_of(self, row: int) -> int: ...
     def observe(self, kind: str, row: int, text: str, facts: dict[str, Any]) -> Observation: ...

@@ -96,7 +96,7 @@ class LibrarySession:
     def wrapper(self, ops: Sequence[Op], module: str, original: Function) -> Function:
         """Return a function that makes a call of an op and checks it.
 
-        ``ops``: the records of the function, of which the first that states the arguments is right.
+        ``ops``: the records of the function; the first that states the arguments is used.
         """
         bind = binder(inspect.signature(original))
 
@@ -203,7 +203,7 @@ class LibrarySession:
         state.tally.observe(wrong)
 
     def _read(self, begun: "_Begun", result: Any) -> tuple[KernelCall | None, str]:
-        """Return the call and "", or why nothing is said of its values."""
+        """Return the call and "", or why its values are not checked."""
         why = ""
         best: KernelCall | None = None
         for op in begun.ops:
