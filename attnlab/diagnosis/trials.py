@@ -16,6 +16,7 @@ from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.kernels.binding import Values, arguments_of, evaluate
 from attnlab.kernels.child_process import can_copy, run_in_copies
+from attnlab.kernels.plugin import same_bits
 from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.kernel_text import (
     branch_lines,
@@ -268,8 +269,8 @@ def _coded(
 ) -> tuple[torch.Tensor, Judge] | None:
     """Return the numbers that a write leaves for keys or values, and the function that decodes them.
 
-    They are arguments of the kernels, beside others such as scales, from which the op's record computes the
-    written cache; None if no arguments give that of the run. Scales are taken as the kernels left them.
+    They are arguments of the kernels. The op's record computes the written cache from them and from others,
+    such as scales; None if no arguments give that of the run. Scales are taken as the kernels left them.
     """
     call, target = lab.call(case), Target.of(case)
     text = call.spec.result or ""
@@ -295,13 +296,7 @@ def _coded(
         found: torch.Tensor = evaluate(text, Values(call, target, values))
         return found.view(output.dtype)
 
-    return (held[name], decode) if _is_equal(decode(held[name]), output) else None
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Answer whether two tensors have the same bytes."""
-    pair = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
-    return one.shape == other.shape and torch.equal(*pair)
+    return (held[name], decode) if same_bits(decode(held[name]), output) else None
 
 
 def _arguments(launches: list[LaunchLog]) -> Iterator[torch.Tensor]:

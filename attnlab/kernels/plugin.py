@@ -432,7 +432,7 @@ class PluginBackend(Backend):
                 raise KernelRejected(one_line(error)) from error
             file = self.file if source is None else str(source.op_file(call.spec.module))
             raise KernelFailed(text_of(error, file)) from error
-        if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):
+        if before is not None and _is_result(returned, call) and same_bits(before, call.buffer):
             raise KernelFailed(
                 f"{self.name} returned a tensor and wrote nothing; it must write its result to "
                 "call.output, for example call.output.copy_(result)"
@@ -470,7 +470,7 @@ def _is_result(returned: Any, call: KernelCall) -> bool:
     return any(isinstance(t, torch.Tensor) and t.shape == call.buffer.shape for t in tensors)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Answer whether two tensors have the same bytes; NaN equals NaN."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 

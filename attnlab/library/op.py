@@ -195,6 +195,12 @@ class Op:
         return wanted if self.platforms is None or wanted in self.platforms else self.platforms[0]
 
     @property
+    def import_names(self) -> list[str]:
+        """Return the modules that the op may be in, one for each layout of its package."""
+        folders = package_of(self.library).folders
+        return [f"{folder}/{self.module}".replace("/", ".") for folder in folders]
+
+    @property
     def function(self) -> str:
         """Return the name of the op's function in its module."""
         return self.python_name or self.name

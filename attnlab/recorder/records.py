@@ -20,7 +20,7 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.contract import Target
 from attnlab.kernels import by_name
 from attnlab.kernels.binding import Values, bind, evaluate, finish, is_default
-from attnlab.library.op import Op, libraries, names_in, ops_of, package_of
+from attnlab.library.op import Op, libraries, names_in, ops_of
 from attnlab.recorder.arguments import BoundArguments, Reading, RecordedOp, call_of_reading, shown
 from attnlab.tensors.call import KernelCall, Origin
 
@@ -50,10 +50,8 @@ def library_ops() -> tuple[RecordedOp, ...]:
     found: dict[tuple[str, str], list[Op]] = {}
     for library in libraries():
         for record in ops_of(library) if library != "vllm" else ():
-            for folder in package_of(library).folders:  # one for each layout of the package
-                if not record.writes_cache and not record.merges:
-                    module = f"{folder}/{record.module}".replace("/", ".")
-                    found.setdefault((module, record.function), []).append(record)
+            for module in () if record.writes_cache or record.merges else record.import_names:
+                found.setdefault((module, record.function), []).append(record)
     return tuple(
         RecordedOp(
             module=module,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import make_output_folder, write_text
-from attnlab.library.op import Op, ops_of, package_of
+from attnlab.library.op import Op, ops_of
 from attnlab.recorder.patches import Function, Patches
 from attnlab.serving.settings import SETTINGS, CaptureSettings
 
@@ -67,10 +67,9 @@ _wrapped: list[Patches] = []
 
 def patches_of(settings: CaptureSettings, library: str) -> Patches:
     """Return the wrappers of a library's attention ops; each starts the capture of its process if needed."""
-    folders, records = package_of(library).folders, dict[str, list[Op]]()
+    records = dict[str, list[Op]]()
     for op in ops_of(library):
-        for folder in folders if op.scores else ():
-            module = f"{folder}/{op.module}".replace("/", ".")
+        for module in op.import_names if op.scores else ():
             records.setdefault(f"{module}.{op.function}", []).append(op)
     sessions: list[LibrarySession] = []
 

@@ -324,7 +324,7 @@ def _checked(one: CaptureReport) -> list[tuple[str, Value]]:
         ("calls", f"{one.total('ops')}: lengths, slots and arguments of each"),
     ]
     if one.library is not None:
-        counts = [("calls", f"{one.total('steps')}, of which {one.total('ops')} were read")]
+        counts = [("calls", f"{one.total('steps')}; {one.total('ops')} of them were read")]
     rows: list[tuple[str, Value]] = [
         *counts,
         (
