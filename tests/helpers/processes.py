@@ -49,8 +49,8 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def survivors(processes: Iterable[int], limit_s: float = 2.0) -> list[int]:
-    """Return which processes still run after ``limit_s``, and kill them."""
+def survivors(processes: Iterable[int], limit_s: float = 30.0) -> list[int]:
+    """Return which processes still run after ``limit_s``, and kill them; a busy machine ends them late."""
     processes = list(processes)
     end = time.monotonic() + limit_s
     while any(map(is_running, processes)) and time.monotonic() < end:

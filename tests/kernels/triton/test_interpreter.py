@@ -214,7 +214,7 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
         patch.setattr(interpreter, "fork", fork)
         with pytest.raises(Enough):
             interpreter._run_all(lambda program: time.sleep(0.1), programs, plan)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
     (one,) = forked
     with pytest.raises(ChildProcessError):  # no child remains
         os.waitpid(one.child, os.WNOHANG)
@@ -268,7 +268,7 @@ def test_a_loop_without_an_access_to_memory_is_stopped(kernel: str, number: int)
     began = time.process_time()
     with pytest.raises(TooLong), probing(Probe(budget=budget)), launching(LaunchPlan()):
         globals()[kernel][(1,)](OUT, **{name: number})
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 60
     assert (stock.InterpreterBuilder.create_masked_load, tl.load, tl.dtype.to_ir) == before
     assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
@@ -318,7 +318,7 @@ def test_a_replay_of_an_edited_kernel_is_stopped() -> None:
     began = time.process_time()
     with pytest.raises(TooLong):
         replay.run(None, {endless.fn: loops})
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60
     assert float(replay.run(None, {})[0, 0, 0]) == 10.0
 
 
