@@ -343,7 +343,8 @@ class PluginBackend(Backend):
     def device(self) -> str:
         kernel = None if self.records else self.kernel
         is_compiled = isinstance(kernel, ByName) and kernel.is_compiled
-        return "cuda" if is_compiled and torch.cuda.is_available() else "cpu"
+        is_native = self.source is None and is_compiled and torch.cuda.is_available()
+        return "cuda" if is_native else "cpu"
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -409,8 +410,7 @@ class PluginBackend(Backend):
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
         before = None if call.spec.writes_cache else call.buffer.clone()
-        is_simulated = self.source is not None and not torch.cuda.is_available()
-        on_cpu = OnCpu() if is_simulated else contextlib.nullcontext()
+        on_cpu = contextlib.nullcontext() if self.source is None else OnCpu()
         try:
             with launching(plan), interpreting(), contained(), on_cpu:
                 returned = self._call(call, target, plan, options.argument_of)

@@ -1,6 +1,5 @@
 """Run ops of linear attention from a source, and compare them with the plan in float64."""
 
-import contextlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -113,14 +112,13 @@ class SourceRunner:
         names = _Names(call, states=call.states.clone())
         arguments = _arguments(function, call, names)
         plan = LaunchPlan()
-        on_cpu = contextlib.nullcontext() if torch.cuda.is_available() else OnCpu()
         try:
             # Memory outside of the tensors may hold anything: NaN shows what depends on it.
             with (
                 launching(plan),
                 interpreting(),
                 contained(),
-                on_cpu,
+                OnCpu(),
                 new_empty_is_scratch(),
                 other_outside(math.nan),
             ):

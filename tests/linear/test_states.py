@@ -396,6 +396,20 @@ def test_limits_and_failures(tmp_path):
     assert found.findings == []
 
 
+def test_a_gpu_of_the_machine_is_not_used(tmp_path, monkeypatch):
+    """A copy of a process that asked for a GPU cannot use it: each use of it raises."""
+    made, used = "    o = torch.empty_like(v)\n", "    assert not torch.cuda.is_available()\n"
+    used += '    with torch.cuda.device(0):\n        o = torch.empty(v.shape, device="cuda")\n'
+    source = source_of(tmp_path, KERNEL.replace(made, used))
+
+    def use():
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", use)
+    assert compare(make_call(StateCase(op=OP.name)), SourceRunner(source=source)).is_right
+
+
 def test_the_commands(tmp_path, capsys):
     source_of(tmp_path, KERNEL.replace("* scale", ""))
     words = ["--source", str(tmp_path), "--op", OP.name, "--json"]

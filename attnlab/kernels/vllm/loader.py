@@ -159,7 +159,7 @@ class Loader:
         self._source, self._is_marked = source, is_marked
         self._folders = {source.root / folder for folder in source.ops_folders}
         self._modules: dict[str, ModuleType] = dict(stubs)
-        self._has_gpu = torch.cuda.is_available()
+        self._is_on_cpu = "torch" in self._modules or not torch.cuda.is_available()
         self._ops: dict[str, ModuleType] = {}
 
     def load(self, op: str) -> ModuleType:
@@ -220,7 +220,7 @@ class Loader:
         code = compile(tree, module.__file__, "exec", dont_inherit=True)
         self._modules[name] = module
         try:
-            with _listed(name, module), contextlib.nullcontext() if self._has_gpu else OnCpu():
+            with _listed(name, module), OnCpu() if self._is_on_cpu else contextlib.nullcontext():
                 exec(code, module.__dict__)
         except Exception as error:
             if not is_init:
@@ -383,9 +383,10 @@ def _is_quantized(kv_cache_dtype: str) -> bool:
 
 
 def _torch(current: "_Current") -> ModuleType:
-    """Return a torch module for interpreted ops on a machine without a GPU.
+    """Return a torch module for interpreted ops, which run as on a machine without a GPU.
 
-    ``torch.cuda`` describes the simulated platform. ``torch.empty`` and ``empty_like`` return NaN, so
+    ``torch.cuda`` describes the simulated platform, and a GPU of this machine is not used: a copy of a
+    process that knows of it could not. ``torch.empty`` and ``empty_like`` return NaN, so
     that a read of scratch memory before it is written shows in the output.
     """
 
@@ -400,6 +401,9 @@ def _torch(current: "_Current") -> ModuleType:
 
     cuda = _view(
         torch.cuda,
+        is_available=lambda: False,
+        device_count=lambda: 0,
+        device=lambda device: contextlib.nullcontext(),
         get_device_capability=current.get_device_capability,
         get_device_name=lambda device=0: current.get_device_properties(device).name,
         get_device_properties=current.get_device_properties,
