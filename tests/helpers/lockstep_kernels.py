@@ -270,9 +270,15 @@ def equal_then_other(out, count):
 
 
 @triton.jit
-def far_element(out, count):
+def earlier(out, count):
+    i, j = tl.program_id(0), tl.program_id(1)
+    tl.store(out + (i + j) % 3 + tl.arange(0, 2), 1.0 * (10 * i + j))
+
+
+@triton.jit
+def late_load(out, count):
     i = tl.program_id(0)
-    tl.store(out + tl.where(i >= 4, i - 2, i), 1.0 * i)
+    tl.store(out + i, 1.0 * i + tl.load(out + i - 4, mask=i >= 4, other=0.0))
 
 
 @triton.jit

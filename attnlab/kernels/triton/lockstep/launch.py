@@ -241,7 +241,7 @@ class Runner:
         try:
             with limited(self.tensors.notes.budget):
                 self.kernel(**self.converted)
-            self.tensors.commit()
+            self.tensors.commit(numbers)
         except Diverged as diverged:
             todo += [numbers[group] for group in reversed(diverged.groups)]
             return False

@@ -3,7 +3,8 @@
 - Offsets of a tile are mostly a sum of rows and columns. Such a load gathers whole rows.
 - Stores are kept until the programs have ended; then :meth:`Tensors.commit` writes them.
 - Programs that run one after the other see each other's stores. So a tensor that is both loaded and stored is
-  refused, and an element that two programs store, unless they store the same bits.
+  refused. An element that several programs store has what the last one of them stores; a recorder that asks
+  for one value of each element refuses other bits.
 - Accesses outside of all tensors are masked and noted.
 """
 
@@ -21,7 +22,7 @@ from attnlab.kernels.triton.lockstep.operations import shape_of
 from attnlab.kernels.triton.patches import decoded, encoded, is_bfloat16
 from attnlab.kernels.triton.run_log import Memory, values_outside
 
-_EARLIER = np.uint16(0xFFFF)  # owns elements that an earlier batch, or several programs, stored
+_SEVERAL = np.int32(2**31 - 1)  # owns elements that several programs stored
 _CHUNK = 1 << 24
 
 
@@ -30,8 +31,8 @@ class Storage:
     """The memory of a tensor of the launch.
 
     - ``own``: its first address. ``bytes``: its contents, uint8, not a copy.
-    - ``owner``: for each element, 0, 1 + the number in the batch of the program that stored it, or
-      ``_EARLIER``.
+    - ``owner``: for each element, 0, or 1 + the number in the launch of the last program that stored it, or
+      ``_SEVERAL``.
       ``before``: the bits of stored elements from before the launch. Both have the length of the storage, and
       take memory only where elements are stored. ``stored``: 1 for each stored element; processes share it,
       if several run.
@@ -115,36 +116,29 @@ class Tensors:
         if self.reads is not None:
             self.reads.clear()
 
-    def commit(self) -> None:
-        """Write the stores of the batch that ran."""
+    def commit(self, numbers: Any) -> None:
+        """Write the stores of the batch that ran; ``numbers``: those of its programs in the launch."""
         stores, self.stores = self.stores, []
         self.notes.end()
         if self.reads is not None:
             self.reads.end()
+        ranks = np.asarray(numbers, dtype=np.int32) + 1
         for store in stores:
             storage, elements = store.storage, store.storage.bytes.view(store.bits.dtype)
             if storage.before is None:
                 if self.is_copy:
                     raise Refused("a tensor that only late programs store")
                 storage.before = _zeros(len(elements), elements.dtype, self.is_shared)
-                storage.owner = _zeros(len(elements), np.uint16, is_shared=False)
+                storage.owner = _zeros(len(elements), np.int32, is_shared=False)
                 storage.stored = _zeros(len(elements), np.uint8, self.is_shared)
             elif storage.before.dtype != elements.dtype:
                 raise Refused("stores of elements of several types in one tensor")
-            mine = store.program + np.uint16(1)
-            is_stored = storage.stored[store.index] != 0
-            other = is_stored & (storage.owner[store.index] != mine)  # also of another process
-            _check_equal(elements, store, other)
+            is_stored = storage.stored[store.index] != 0  # also by another process
             new = store.index[~is_stored] if is_stored.any() else store.index
             storage.before[new] = elements[new]
-            storage.owner[store.index] = mine
-            storage.stored[store.index] = 1
-            elements[store.index] = store.bits
-            other |= storage.owner[store.index] != mine
-            _check_equal(elements, store, other)
-            storage.owner[store.index[other]] = _EARLIER
-        for store in stores:
-            store.storage.owner[store.index] = _EARLIER
+            storage.stored[new] = 1
+            put = _put_alike if self.reads is not None and self.reads.needs_one_value else _put_last
+            put(storage, elements, store, ranks[store.program])
 
     def undo(self) -> None:
         """Give the tensors the contents from before the launch."""
@@ -352,8 +346,33 @@ class Tensors:
             self.stores.append(Store(storage, index, program[chosen], bits[chosen]))
 
 
+def _put_last(storage: Storage, elements: Any, store: Store, rank: Any) -> None:
+    """Write a store; where another program stores, too, the program with the highest ``rank`` does."""
+    index, bits = store.index, store.bits
+    is_last = rank >= storage.owner[index]
+    if not is_last.all():
+        rank, index, bits = rank[is_last], index[is_last], bits[is_last]
+    storage.owner[index] = rank
+    if (storage.owner[index] != rank).any():  # several programs of this store
+        order = np.argsort(rank, kind="stable")
+        rank, index, bits = rank[order], index[order], bits[order]
+        storage.owner[index] = rank
+    elements[index] = bits
+
+
+def _put_alike(storage: Storage, elements: Any, store: Store, rank: Any) -> None:
+    """Write a store; raise Refused if another program stores other bits in one of its elements."""
+    owner = storage.owner[store.index]
+    other = (owner != 0) & (owner != rank)
+    _check_equal(elements, store, other)
+    storage.owner[store.index] = rank
+    elements[store.index] = store.bits
+    other |= storage.owner[store.index] != rank
+    _check_equal(elements, store, other)
+    storage.owner[store.index[other]] = _SEVERAL
+
+
 def _check_equal(elements: Any, store: Store, other: Any) -> None:
-    """Raise Refused unless what a program stores where ``other`` programs did, too, is what is there."""
     if other.any() and (elements[store.index[other]] != store.bits[other]).any():
         raise Refused("several programs store the same element")
 

@@ -4,7 +4,7 @@ Of each line the log of a launch keeps the first note, in the order in which pro
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -109,9 +109,11 @@ _FAR = 1 << 40
 class Recorder:
     """Records what a launch's programs access; :meth:`end` ends a batch.
 
-    ``found``: (number of the program, what it accesses).
+    ``found``: (number of the program, what it accesses). ``needs_one_value``: whether programs that store
+    different bits in one element may not run together, because who looks at them needs the values.
     """
 
+    needs_one_value: ClassVar[bool] = False
     found: list[tuple[int, Any]] = field(default_factory=list)
 
     def loaded(self, addresses: Any, program: Any) -> None:
@@ -144,6 +146,7 @@ class Recorder:
 class ProgramAccesses(Recorder):
     """All accesses: ``found`` has the unique addresses of loads and of stores of each program (uint64)."""
 
+    needs_one_value = True
     _loads: list[Any] = field(default_factory=list)
     _stores: list[Any] = field(default_factory=list)
 

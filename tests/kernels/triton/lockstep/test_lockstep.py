@@ -102,11 +102,11 @@ def test_memory_that_runs_out_splits_a_batch(kernels, monkeypatch):
     """The first runs fail; halves of the batch run."""
     commit, fails = memory.Tensors.commit, [3]
 
-    def scarce(tensors):
+    def scarce(tensors, numbers):
         if fails[0]:
             fails[0] -= 1
             raise MemoryError
-        commit(tensors)
+        commit(tensors, numbers)
 
     monkeypatch.setattr(memory.Tensors, "commit", scarce)
     assert not run_control(kernels, "loops", NUMBERS).alone
@@ -202,11 +202,8 @@ def test_reads_are_those_of_each_program(kernels):
     assert reads[1][("cache", (2,))] == set(range(32))
 
 
-@pytest.mark.parametrize(
-    ("name", "is_alone"),
-    [("walk", False), ("loops", False), ("shapes", False), ("same_element", True)],
-)
-def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
+@pytest.mark.parametrize("name", ["walk", "loops", "shapes", "same_element"])
+def test_recorded_accesses_are_those_of_each_program(kernels, name):
     """All loads and stores of a program, as when programs run one after another, which conflicts need."""
     numbers, found = torch.tensor([3, 0, 8, 1, 5, 2], dtype=torch.int32), []
     given = {
@@ -220,7 +217,7 @@ def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
         plan = LaunchPlan()
         with launching(plan), using_lockstep(on), probing(Probe(accesses=True)) as probe:
             getattr(kernels, name)[(6,)](*given, **fixed)
-        assert not on or bool(plan.observed.alone) == is_alone
+        assert not on or bool(plan.observed.alone) == (name == "same_element")
         (log,) = probe.launches
         found.append(
             [(p.program, joined(p.loads).tolist(), joined(p.stores).tolist()) for p in log.programs]
@@ -228,7 +225,7 @@ def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
         conflicts = [bool(one.conflicts) for one in stores_of(probe.launches)]
         assert conflicts == [name == "same_element"]
     assert found[0] == found[1]
-    assert len({tuple(stores) for _, _, stores in found[1]}) == (3 if is_alone else 6)
+    assert len({tuple(stores) for _, _, stores in found[1]}) == (3 if name == "same_element" else 6)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +235,6 @@ def test_recorded_accesses_are_those_of_each_program(kernels, name, is_alone):
         ("reduction", "a reduction with a function of the kernel"),
         ("stored_first", "a tensor that is both loaded and stored"),
         ("loaded_first", "a tensor that is both loaded and stored"),
-        ("same_element", "several programs store the same element"),
-        ("equal_then_other", "several programs store the same element"),
         ("walrus", "an assignment expression in walrus"),
     ],
 )
@@ -250,17 +245,19 @@ def test_what_is_refused_runs_one_program_after_another(kernels, name, why):
     assert [one.text() for one in log.launches] == [f"{name}[8]"]
 
 
-@pytest.mark.parametrize("most", [3, 256])
-def test_programs_may_store_the_same_bits(kernels, monkeypatch, most):
-    """In one batch and in several: the order of the programs does not matter."""
+@pytest.mark.parametrize("most", [1, 3, 256])
+@pytest.mark.parametrize("name", ["equal_element", "same_element", "equal_then_other", "earlier"])
+def test_the_last_of_several_programs_stores(kernels, monkeypatch, name, most):
+    """In one batch and in several, also if the batches have another order than the programs."""
     monkeypatch.setattr(launch, "MOST", most)
-    assert not run_both(kernels.equal_element, (8,), torch.zeros(16), 8).alone
+    grid = (4, 3) if name == "earlier" else (8,)
+    assert not run_both(getattr(kernels, name), grid, torch.zeros(16), 8).alone
 
 
 def test_the_order_of_stores_is_lost_without_the_check(kernels, monkeypatch):
     """Programs 0 and 1 store one element; in lockstep the wrong store would be the last."""
 
-    def careless(tensors):
+    def careless(tensors, numbers):
         for store in tensors.stores:
             store.storage.bytes.view(store.bits.dtype)[store.index] = store.bits
 
@@ -285,11 +282,11 @@ def test_a_late_refusal_restores_the_tensors(kernels, monkeypatch, processes):
     monkeypatch.setattr(interpreter, "_run_all", looked_at)
     out = interpreter.shared_copy(torch.arange(16.0) + 20)
     with launching(plan := LaunchPlan(processes=processes)):
-        kernels.far_element[(6,)](out, 8)
-    assert plan.observed.alone == {"far_element": "several programs store the same element"}
+        kernels.late_load[(6,)](out, 8)
+    assert plan.observed.alone == {"late_load": "a tensor that is both loaded and stored"}
     assert found[0].equal(torch.arange(16.0) + 20)
     if processes == 1:
-        assert out[:4].tolist() == [0.0, 1.0, 4.0, 5.0]
+        assert out[2:6].tolist() == [2.0, 3.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
