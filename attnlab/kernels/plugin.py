@@ -343,7 +343,7 @@ class PluginBackend(Backend):
     def device(self) -> str:
         kernel = None if self.records else self.kernel
         is_compiled = isinstance(kernel, ByName) and kernel.is_compiled
-        is_native = self.source is None and is_compiled and torch.cuda.is_available()
+        is_native = is_compiled and self.source is None and torch.cuda.is_available()
         return "cuda" if is_native else "cpu"
 
     @property
