@@ -234,8 +234,11 @@ def _wrong_output(
         return _leak(lab, backend, case, diagnosis)
     output_of_zeros = run_case(lab, backend, zeros).output
     hiding = {name: plain for name, plain in _HIDING.items() if getattr(case, name) not in plain}
-    for field, plain in hiding.items():
-        if found := _wrong_if_plainer(lab, backend, zeros, **{field: plain[0]}):
+    plainer: list[dict[str, Any]] = [{field: plain[0]} for field, plain in hiding.items()]
+    if zeros.first_block:
+        plainer.append({"first_block": 0, "num_blocks": None})
+    for fields in plainer:
+        if found := _wrong_if_plainer(lab, backend, zeros, **fields):
             return found
     seen = _diagnose(lab, zeros, output_of_zeros)
     if not seen.is_wrong:
@@ -265,9 +268,7 @@ def _with_what_rights_it(lab: Lab, backend: Backend, case: Case, text: str) -> s
     """Return the evidence of a wrong output with a feature without which it is right, if there is one."""
     if case.alibi and case.sliding_window and _is_correct(lab, backend, case.replace(alibi=False)):
         text = f"{text}; correct without ALiBi"
-    near = case.replace(first_block=0, num_blocks=None)
-    is_far = case.first_block and _is_correct(lab, backend, near)
-    return f"{text}{_SMALL_BLOCKS}" if is_far else text
+    return f"{text}{_SMALL_BLOCKS}" if case.first_block else text
 
 
 def named(lab: Lab, backend: Backend, finding: Finding) -> Finding:
@@ -424,9 +425,9 @@ def _leak_with_argument(lab: Lab, backend: Backend, case: Case, text: str, label
     return _finding(case, "reads_unwritten_slots", text, label)
 
 
-def _wrong_if_plainer(lab: Lab, backend: Backend, case: Case, **plain_field: Any) -> Finding | None:
-    """Return the fault of the output of a Case with the plain value of a field, or None."""
-    plain = case.replace(**plain_field)
+def _wrong_if_plainer(lab: Lab, backend: Backend, case: Case, **fields: Any) -> Finding | None:
+    """Return the fault of the output of a Case with plainer values of fields, or None."""
+    plain = case.replace(**fields)
     output = run_case(lab, backend, plain).output
     diagnosis = _located(lab, plain, output)
     return _wrong_output(lab, backend, plain, output, diagnosis) if diagnosis.is_wrong else None

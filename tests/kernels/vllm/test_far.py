@@ -1,5 +1,6 @@
 """Block offsets beyond 2^31 elements, in little memory: overflows are found, without false findings."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -46,12 +47,16 @@ OPS = (
     "unified_attention",
     "decode_attention_fwd",
 )
-MEASURED = """
+MEASURED = f"""
 import sys
 from pathlib import Path
+from attnlab.case.case import Case
+from attnlab.checker.hostile import hostile_cases
+from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.checker.case_check import check_case
 from attnlab.kernels import find_backend
+{inspect.getsource(far_case)}
 backend = find_backend("vllm", Path(sys.argv[1]), "cpu")
 for op in sys.argv[2:]:
     check_case(Lab(source=Path(sys.argv[1]), device="cpu"), backend, far_case(backend, op))
@@ -124,6 +129,21 @@ def test_an_int32_offset_is_named_if_empty_slots_leak_too(tmp_path: Path) -> Non
     found = check_case(Lab(), backend, far_case(backend, "unified_attention"))
     (wrong,) = (one for one in found if one.kind == "wrong_output")
     assert wrong.diagnosis == "block offset beyond 2^31 elements"
+
+
+def test_a_fault_beside_an_int32_offset_is_that_of_small_block_numbers(tmp_path: Path) -> None:
+    """An output with both faults may fit the name of a third one."""
+    text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
+    text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
+    assert "tl.exp(" in text
+    file = tmp_path / "kernel.py"
+    changed = text.replace("tl.exp(", "tl.exp2(")
+    file.write_text(f"{changed}\nmy_attention.large_caches = True\n")
+    backend = find_backend(f"{file}:my_attention")
+    found = check_case(Lab(), backend, far_case(backend, "unified_attention"))
+    (wrong,) = (one for one in found if one.kind == "wrong_output")
+    assert wrong.case.first_block == 0
+    assert wrong.diagnosis == "exp2_for_exp"
 
 
 def test_it_takes_little_memory(source: Source) -> None:
