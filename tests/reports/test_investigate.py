@@ -98,7 +98,7 @@ def run(tmp_path_factory):
         find_notebooks([], root),
         parameters={"seed": 7},
         reports=reports,
-        timeout_s=8,
+        timeout_s=25,
         on_progress=lambda *step: progress.append(step),
         jobs=2,
     )
@@ -112,7 +112,7 @@ def run(tmp_path_factory):
         ("pass", "passed", ""),
         ("differs", "failed", "1 verdict differs: wrong: expected 1, found 2"),
         ("raises", "error", "ValueError: first line"),
-        ("slow", "timeout", "longer than 8 s, in cell 2 of 3: import time"),
+        ("slow", "timeout", "longer than 25 s, in cell 2 of 3: import time"),
         ("dies", "died", "the kernel died (exit code 3) in cell 3 of 4: os._exit(3)"),
         (
             "segfault",
@@ -279,7 +279,7 @@ def test_files_of_an_earlier_run_are_ignored(tmp_path):
     write_notebook(executed / "01-one.ipynb", "Old")
     (tmp_path / "01-one.ipynb").write_text("{")
     (outcome,) = investigate(
-        [tmp_path / "01-one.ipynb"], parameters={}, reports=tmp_path / "r", timeout_s=9
+        [tmp_path / "01-one.ipynb"], parameters={}, reports=tmp_path / "r", timeout_s=60
     )
     assert (outcome.status, outcome.title) == ("error", "01-one")
 
@@ -361,7 +361,7 @@ def test_an_unknown_parameter_is_an_error_before_the_run(names):
             find_notebooks([], names),
             parameters={"seed": 1, "plattform": "x"},
             reports=names / "r",
-            timeout_s=9,
+            timeout_s=60,
         )
     assert str(error.value) == (
         "parameter must be one that a notebook has (platform, seed), got 'plattform'"
@@ -373,7 +373,7 @@ def test_reports_that_cannot_be_written_are_one_line(names):
     (names / "file").write_text("in the way")
     with pytest.raises(AttnLabError) as error:
         investigate(
-            find_notebooks(["3"], names), parameters={}, reports=names / "file", timeout_s=9
+            find_notebooks(["3"], names), parameters={}, reports=names / "file", timeout_s=60
         )
     assert str(error.value) == f"{names}/file/executed cannot be made or written: Not a directory"
 
@@ -390,7 +390,7 @@ def test_reports_without_write_permission_are_one_line(names):
     try:
         with pytest.raises(AttnLabError, match="cannot be made or written: Permission denied"):
             investigate(
-                find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9
+                find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=60
             )
     finally:
         os.seteuid(0)
@@ -402,14 +402,14 @@ def test_reports_without_write_permission_are_one_line(names):
 def test_a_folder_in_the_way_of_a_report_is_one_line(names, name):
     (names / "r" / name).mkdir(parents=True)
     with pytest.raises(AttnLabError) as error:
-        investigate(find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9)
+        investigate(find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=60)
     assert str(error.value) == f"{names}/r/{name} must be a regular file or a new one"
 
 
 def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):
     monkeypatch.setitem(sys.modules, "papermill", None)
     with pytest.raises(Unavailable, match=r"pip install 'attnlab\[lab\]'"):
-        investigate([], parameters={}, reports=names / "r", timeout_s=9)
+        investigate([], parameters={}, reports=names / "r", timeout_s=60)
 
 
 # Kernels that are forked end with the process that wanted them, and only a plain command is forked.
