@@ -259,6 +259,10 @@ class Pool(Engine, Generic[SlotT]):
                 self._on_outcome(Outcome(key=key, status=NOT_RUN, text=text))
 
 
+_NOT_STARTED = (
+    "a worker process did not start in time; if a script asked for it, the call must be under "
+    "'if __name__ == \"__main__\":', because a worker imports the script"
+)
 _IDLE_SHARE = 0.25  # of the time in which a task does nothing
 
 
@@ -467,7 +471,7 @@ class LocalEngine(Pool[Worker]):
                     self._finish(worker, outcome)
             elif not worker.is_ready and worker.elapsed_s > _START_LIMIT_S:
                 self._remove(worker)
-                self._cannot_start(AttnLabError("a worker process did not start in time"), tries=1)
+                self._cannot_start(AttnLabError(_NOT_STARTED), tries=1)
         if self._capacity is not None:
             self._keep_reserve()
 
