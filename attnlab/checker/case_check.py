@@ -247,7 +247,7 @@ def _wrong_output(
     if _follows_scratch(lab, backend, zeros, output_of_zeros):
         return _finding(zeros, "wrong_output", seen.evidence, "unwritten memory")
     text = _with_what_rights_it(lab, backend, zeros, seen.evidence)
-    label = f"block {_FAR}" if text.endswith(_SMALL_BLOCKS) else layout
+    label = f"block {_FAR}" if zeros.first_block else layout
     if label:
         return _finding(zeros, "wrong_output", text, label)
     names = tuple(sorted(one.name for one in seen.explanations))

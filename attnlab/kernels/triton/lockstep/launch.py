@@ -241,7 +241,7 @@ class Runner:
         try:
             with limited(self.tensors.notes.budget):
                 self.kernel(**self.converted)
-            self.tensors.commit(numbers)
+            self.tensors.commit()
         except Diverged as diverged:
             todo += [numbers[group] for group in reversed(diverged.groups)]
             return False

@@ -116,13 +116,13 @@ class Tensors:
         if self.reads is not None:
             self.reads.clear()
 
-    def commit(self, numbers: Any) -> None:
-        """Write the stores of the batch that ran; ``numbers``: those of its programs in the launch."""
+    def commit(self) -> None:
+        """Write the stores of the batch that ran."""
         stores, self.stores = self.stores, []
         self.notes.end()
         if self.reads is not None:
             self.reads.end()
-        ranks = np.asarray(numbers, dtype=np.int32) + 1
+        ranks = running().numbers.astype(np.int32) + 1
         for store in stores:
             storage, elements = store.storage, store.storage.bytes.view(store.bits.dtype)
             if storage.before is None:

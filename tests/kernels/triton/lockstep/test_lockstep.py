@@ -102,11 +102,11 @@ def test_memory_that_runs_out_splits_a_batch(kernels, monkeypatch):
     """The first runs fail; halves of the batch run."""
     commit, fails = memory.Tensors.commit, [3]
 
-    def scarce(tensors, numbers):
+    def scarce(tensors):
         if fails[0]:
             fails[0] -= 1
             raise MemoryError
-        commit(tensors, numbers)
+        commit(tensors)
 
     monkeypatch.setattr(memory.Tensors, "commit", scarce)
     assert not run_control(kernels, "loops", NUMBERS).alone
@@ -257,7 +257,7 @@ def test_the_last_of_several_programs_stores(kernels, monkeypatch, name, most):
 def test_the_order_of_stores_is_lost_without_the_check(kernels, monkeypatch):
     """Programs 0 and 1 store one element; in lockstep the wrong store would be the last."""
 
-    def careless(tensors, numbers):
+    def careless(tensors):
         for store in tensors.stores:
             store.storage.bytes.view(store.bits.dtype)[store.index] = store.bits
 
