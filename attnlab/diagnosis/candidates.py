@@ -382,7 +382,7 @@ def _spread(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 # Parts: wrong rows and heads of single sequences with their inputs, for fits of the softmax weights.
 
-_ENOUGH = 8  # independent numbers of an output that a fit must reproduce, beyond those that it fits
+ENOUGH = 8  # independent numbers of an output that a fit must reproduce, beyond those that it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -450,7 +450,7 @@ def is_over_determined(parts: Sequence[Part], fitted: int = 0) -> bool:
     for part in parts:
         numbers = (part.inputs.visible.sum(1) - 1).clamp(max=part.output.shape[2]) - fitted
         count += int((part.is_wrong.sum(1) * numbers.clamp(min=0)).sum())
-    return count >= _ENOUGH
+    return count >= ENOUGH
 
 
 def num_cells(parts: Sequence[Part]) -> int:

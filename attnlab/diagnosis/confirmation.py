@@ -16,7 +16,7 @@ from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
 from attnlab.diagnosis.address_rules import FAMILY, address_defects
-from attnlab.diagnosis.candidates import Candidate, fit
+from attnlab.diagnosis.candidates import ENOUGH, Candidate, fit
 from attnlab.diagnosis.claims import ConfirmedRule, FeatureClaim
 from attnlab.diagnosis.decision import (
     NEVER_WRITTEN,
@@ -299,7 +299,7 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         is_wrong = again.diagnosis.is_wrong
         has_prefill = max(other.lengths.query_lens) > 1
         if is_wrong and not (only_decodes and has_prefill and not kept):
-            left, cases = kept, cases + again.evidence.locations.is_clear
+            left, cases = kept, cases + _decides(again, kept)
             shown |= _shown(again, kept)
             others += further_cases(other) if only_decodes and has_prefill else ()
             only_decodes &= not has_prefill
@@ -319,6 +319,14 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     first, family = left[0], left[0].defect.family
     more = tuple(one for one in kinds.values() if one.defect.family != family)
     return ConfirmedRule(candidate=first, cases=cases, only_decodes=only_decodes, others=more)
+
+
+def _decides(found: Examination, candidates: list[Candidate]) -> bool:
+    """Answer whether an output would hardly fit wrong candidates: its errors are clear, or the candidates
+    explain many of its numbers but for small parts. Small numbers explain errors just above their bounds."""
+    names = {one.name for one in candidates}
+    shown = [one.shown for one in found.diagnosis.candidates if one.name in names]
+    return found.evidence.locations.is_clear or min(shown, default=0) >= ENOUGH
 
 
 def _is_about_loop(candidate: Candidate) -> bool:

@@ -72,7 +72,7 @@ def visits(problem: Problem) -> Iterator[Visits]:
         for most, pruned in itertools.product(BATCHES_OF_SEGMENTS, prunes):
             text = f"with tiles of 32, of 16 {of_batches(most)}{_OF_WINDOWS[pruned]}"
             yield Visits(text, slots_by_batch(most, pruned), prunes=pruned)
-    elif not call.spec.splits_decodes:  # its parts end elsewhere
+    elif call.sliding_window or not call.spec.splits_decodes:
         yield from _visits_of_loops(problem)
 
 
@@ -495,6 +495,9 @@ class _Counting:
 def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
     """Yield the laws that can change a call, those with the fewest slots first."""
     is_biased = problem.call.alibi_slopes is not None
+    if problem.call.spec.splits_decodes:  # other tiles begin and end with its parts
+        yield MaskLaw(missing="window")
+        return
     if not visited.prunes:
         if visited.loop == 0 or max(map(problem.query_len, problem.computed_seqs())) == 1:
             padding = MaskLaw(padding=True)  # without biases, a rule of the softmax

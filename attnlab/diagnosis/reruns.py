@@ -32,6 +32,7 @@ SECOND_SCALES = {"k_scale": 0.7, "v_scale": 0.3}  # neither is a power or a prod
 _SCALE = 0.73  # the second scale of the scores, in units of the first
 _CAP = 0.83  # the second soft cap, in units of the first
 _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
+_WIDE = 256  # keys from which on a second sliding window is smaller
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
 _DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
@@ -90,6 +91,16 @@ def further_cases(case: Case) -> Iterator[Case]:
         other = _longer_case(case, chosen, seed)
         if other is not None:
             yield other
+    windowed = _with_other_window(case, only_decodes)
+    if windowed is not None:
+        yield windowed
+
+
+def _with_other_window(case: Case, only_decodes: bool) -> Case | None:
+    """Return a case with another sliding window, which ends within a tile and has several of them, or None."""
+    size = 2 * case.sliding_window + 37 if case.sliding_window < _WIDE else case.sliding_window // 2 + 5
+    pairs = ((1, size + 26), (1 if only_decodes else 19, size + 9), (1, 7))
+    return _longer_case(case, pairs, 27, sliding_window=size) if case.sliding_window else None
 
 
 def _drawn_lengths(seed: int) -> Iterator[list[tuple[int, int]]]:
@@ -167,17 +178,22 @@ def with_contents(case: Case, **contents: str) -> Case:
 
 
 def _longer_case(
-    case: Case, pairs: Sequence[tuple[int, int]], seed: int, *, fewer_kernels: bool = False
+    case: Case,
+    pairs: Sequence[tuple[int, int]],
+    seed: int,
+    *,
+    fewer_kernels: bool = False,
+    **more: Any,
 ) -> Case | None:
     """Return a case whose sequences have contexts and different lengths, or None if other kernels run it.
 
-    ``fewer_kernels``: one that needs fewer of the kernels is returned, too.
+    ``fewer_kernels``: one that needs fewer of the kernels is returned, too. ``more``: further fields.
     """
     if case.block_table is not None or case.seq_range is not None or case.first_block:
         return None
     if not case.spec.context:
         pairs = [(query + ctx, 0) for query, ctx in pairs]
-    changes = {**_lengths(case, pairs), **_other_scales(case)}
+    changes = {**_lengths(case, pairs), **_other_scales(case), **more}
     try:
         changed = case.replace(seed=case.seed + seed, freed="kept", **changes)
     except InvalidCase:

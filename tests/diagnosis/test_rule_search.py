@@ -391,10 +391,15 @@ def test_zeros_are_no_sign_of_reads_outside_of_the_cache(monkeypatch):
     assert find_rule(lab, case, zeros) is None
 
 
-@pytest.mark.parametrize(("longest", "is_clear"), [(128, True), (999, False), (999, True)])
-def test_a_rule_needs_many_new_tokens_and_clear_errors(monkeypatch, longest, is_clear):
+@pytest.mark.parametrize(
+    ("longest", "is_clear", "shown", "is_found"),
+    [(128, True, 0, False), (999, False, 7, False), (999, False, 8, True), (999, True, 0, True)],
+)
+def test_a_rule_needs_many_new_tokens_and_clear_errors(
+    monkeypatch, longest, is_clear, shown, is_found
+):
     """With up to one tile of new tokens, tiles that are lost are those of the context. Small numbers explain
-    errors just above their bounds."""
+    errors just above their bounds, unless they explain many numbers but for small parts."""
     case = hostile(op="context_attention_fwd", query_lens=(1, 1), ctx_lens=(129, 1))
     defect = SimpleNamespace(family="loops", is_shown=lambda problem, seqs: True)
     rule, lens = SimpleNamespace(name="lost", defect=defect), []
@@ -402,9 +407,10 @@ def test_a_rule_needs_many_new_tokens_and_clear_errors(monkeypatch, longest, is_
     def confirmed(lab, other, output, candidates):
         lens.append(max(other.lengths.query_lens))
         locations = SimpleNamespace(is_clear=is_clear)
-        found = SimpleNamespace(
-            diagnosis=SimpleNamespace(is_wrong=True), evidence=SimpleNamespace(locations=locations)
+        diagnosis = SimpleNamespace(
+            is_wrong=True, candidates=[SimpleNamespace(name="lost", shown=shown)]
         )
+        found = SimpleNamespace(diagnosis=diagnosis, evidence=SimpleNamespace(locations=locations))
         return (candidates if lens[-1] <= longest else []), found
 
     monkeypatch.setattr(confirmation, "_explanations", lambda *_: ([rule], {"lost"}))
@@ -413,7 +419,7 @@ def test_a_rule_needs_many_new_tokens_and_clear_errors(monkeypatch, longest, is_
     monkeypatch.setattr(confirmation, "_separated", lambda lab, case, left, rerun: left)
     monkeypatch.setattr(confirmation, "_true_of_outside", lambda lab, case, left, rerun: left)
     found = find_rule(Lab(device="cpu"), case, lambda other: None)
-    assert (found is not None) == (longest > 128 and is_clear)
+    assert (found is not None) == is_found
     assert min(lens) == 1 < max(lens)
 
 

@@ -575,6 +575,15 @@ def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     assert rule.cases > 3
 
 
+def test_a_window_of_two_tiles_does_not_show_that_earlier_tiles_are_lost():
+    """Of two tiles, the first one is the earlier one, and that in which the window begins."""
+    lengths = {"query_lens": (1,), "ctx_lens": (16,), "sliding_window": 16}
+    case = case_of("lmdeploy_paged_attention", backend="library:lmdeploy", **lengths)
+    rule = rule_of(case, hides=without_first_tile, tile=16)
+    assert rule is not None
+    assert "keys of the tile in which the window begins do not count" in rule.text
+
+
 @pytest.mark.parametrize(
     ("faults", "parts"),
     [

@@ -50,7 +50,7 @@ def tiled_attention(
 
     In ``loop``, hidden slots have the score ``hidden``, "own" for their own, ``shift`` is added to all
     scores, and ``rescale`` and ``rescale_sum`` give the factors of the accumulator and the sum before a tile.
-    ``unified_attention`` has one loop, NEW; with ``whole_only`` it leaves out a last tile that is not full,
+    An op whose new tokens are in the cache has one loop, NEW; with ``whole_only`` it leaves out a last tile that is not full,
     with ``as_first`` all rows of a block see what its first row sees. ``hides``: what the mask hides. With
     ``is_late`` the accumulator is rescaled after a tile is added, except after the first. ``as_zero``: which
     slots have the score ``constant``. ``loop`` None: both loops.
@@ -59,7 +59,7 @@ def tiled_attention(
     faults |= {"hides": hides, "is_late": is_late, "as_zero": as_zero, "constant": constant}
     caches = [cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)]
     own = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
-    is_unified = call.op == "unified_attention"
+    is_unified = call.spec.new_tokens_from == "cache"
     starts = call.query_start_loc.tolist()
     for seq, length in enumerate(call.seq_lens.tolist()):
         first, last = starts[seq : seq + 2]
