@@ -97,7 +97,7 @@ def further_cases(case: Case) -> Iterator[Case]:
 
 
 def _with_other_window(case: Case, only_decodes: bool) -> Case | None:
-    """Return a case with another sliding window, which ends within a tile and has several of them, or None."""
+    """Return a case with another sliding window, of several tiles that are not whole, or None."""
     size = 2 * case.sliding_window + 37 if case.sliding_window < _WIDE else case.sliding_window // 2 + 5
     pairs = ((1, size + 26), (1 if only_decodes else 19, size + 9), (1, 7))
     return _longer_case(case, pairs, 27, sliding_window=size) if case.sliding_window else None

@@ -50,10 +50,10 @@ def tiled_attention(
 
     In ``loop``, hidden slots have the score ``hidden``, "own" for their own, ``shift`` is added to all
     scores, and ``rescale`` and ``rescale_sum`` give the factors of the accumulator and the sum before a tile.
-    An op whose new tokens are in the cache has one loop, NEW; with ``whole_only`` it leaves out a last tile that is not full,
-    with ``as_first`` all rows of a block see what its first row sees. ``hides``: what the mask hides. With
-    ``is_late`` the accumulator is rescaled after a tile is added, except after the first. ``as_zero``: which
-    slots have the score ``constant``. ``loop`` None: both loops.
+    An op whose new tokens are in the cache has one loop, NEW; with ``whole_only`` it leaves out a last tile
+    that is not full, with ``as_first`` all rows of a block see what its first row sees. ``hides``: what the
+    mask hides. With ``is_late`` the accumulator is rescaled after a tile is added, except after the first.
+    ``as_zero``: which slots have the score ``constant``. ``loop`` None: both loops.
     """
     faults = {"hidden": hidden, "shift": shift, "rescale": rescale, "rescale_sum": rescale_sum}
     faults |= {"hides": hides, "is_late": is_late, "as_zero": as_zero, "constant": constant}
