@@ -62,6 +62,14 @@ class Variant:
             return self.ops(OPS[op])
         return not self.ops or op in self.ops
 
+    def fields_of(self, op: str) -> dict[str, Any]:
+        """Return the fields for an op; of [partitioned], with a whole partition for each later sequence."""
+        if self.ops is not _partitioned:
+            return self.fields
+        contexts = self.fields["ctx_lens"]
+        whole = (OPS[op].partition_size * n for n in reversed(range(len(contexts))))
+        return {**self.fields, "ctx_lens": tuple(map(sum, zip(contexts, whole, strict=True)))}
+
 
 def _scoring(op: Op) -> bool:
     """Answer whether an op computes, or merges, attention of several new tokens."""
@@ -73,8 +81,13 @@ def _splitting(op: Op) -> bool:
     return op.num_splits is not None
 
 
+def _partitioned(op: Op) -> bool:
+    """Answer whether other kernels of an op take long sequences, in partitions."""
+    return op.partition_size > 0
+
+
 _TABLES = tomllib.loads((files(__package__) / "variants.toml").read_text(encoding="utf-8"))
-_SORTS = {"scoring": _scoring, "splitting": _splitting}
+_SORTS = {"scoring": _scoring, "splitting": _splitting, "partitioned": _partitioned}
 _ROW = re.compile(r"(?:\[([^]]*)\])?(.*)")
 
 
@@ -121,7 +134,13 @@ LATE_VARIANTS = (
     ),
     *_table("late_segments"),
 )
-_STATED = (*_table("values"), *_table("stated"), *LATE_VARIANTS, *_table("last"))
+_STATED = (
+    *_table("values"),
+    *_table("partitions"),
+    *_table("stated"),
+    *LATE_VARIANTS,
+    *_table("last"),
+)
 # All of them: an op argument or a mask without a variant of its own has the plain one.
 ARGUMENT_VARIANTS = (
     *_STATED,
@@ -496,7 +515,7 @@ def _short(numbers: set[int]) -> frozenset[int]:
 
 def lengths_knob(op: str, found: Edges) -> Knob:
     """Return the knob of lengths: each edge, one token less and one more, as length of a sequence; and for
-    ops with prefill as number of new tokens and as length of a context."""
+    ops with prefill as number of new tokens and as length of a context; a value has those of a partition."""
     seqs = [(1, n - 1) for n in _around(found.keys)]
     contexts = [0, *_around(found.keys)]
     longest_first = _around(found.queries)[::-1]
@@ -508,7 +527,10 @@ def lengths_knob(op: str, found: Edges) -> Knob:
         seqs += [(_FEW, n) for n in contexts[:4]]
     elif OPS[op].prefill:
         seqs += zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)
-    return Knob(LENGTH_KNOBS, tuple(_values(seqs)))
+    values = _values(seqs)
+    if size := OPS[op].partition_size:
+        values.append(_value([(1, n - 1) for n in _around({size})]))
+    return Knob(LENGTH_KNOBS, tuple(values))
 
 
 def _around(numbers: Iterable[int]) -> list[int]:
@@ -520,13 +542,14 @@ def _values(seqs: list[tuple[int, int]]) -> list[Value]:
     ordered = sorted(seqs, key=sum)
     count = max(2, len(seqs) // _SEQS)
     made = sorted((ordered[i::count] for i in range(count)), key=lambda one: sum(map(sum, one)))
-    return [
-        Value(
-            ", ".join(f"{query_len} after {ctx_len}" for query_len, ctx_len in one),
-            {"query_lens": tuple(q for q, _ in one), "ctx_lens": tuple(c for _, c in one)},
-        )
-        for one in made
-    ]
+    return [_value(one) for one in made]
+
+
+def _value(seqs: list[tuple[int, int]]) -> Value:
+    """Return the value of sequences, each (query_len, ctx_len)."""
+    text = ", ".join(f"{query_len} after {ctx_len}" for query_len, ctx_len in seqs)
+    queries, contexts = zip(*seqs, strict=True)
+    return Value(text, {"query_lens": queries, "ctx_lens": contexts})
 
 
 # The rows of a covering design, kept in the cache folder: covertable needs seconds for many knobs.
@@ -620,17 +643,18 @@ def _loses_rows(backend: Backend, op: str, fields: Mapping[str, Any]) -> bool:
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
     """Yield the Cases with a mask, unusual values, or a window and ALiBi; of vLLM also with an argument.
 
-    The others exercise what Triton's interpreter runs alone.
+    The others exercise what Triton's interpreter runs alone, but for those of partitions.
     """
     names = _EVERYWHERE | ({"op_argument"} if backend.name == "vllm" else set())
     for variant in ARGUMENT_VARIANTS:
         fields = set(variant.fields)
         is_everywhere = names & fields or fields >= {"alibi", "sliding_window"}
+        is_everywhere = is_everywhere or variant.ops is _partitioned
         if not variant.is_for(op) or not (backend.is_interpreted or is_everywhere):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
-            yield _make_case(backend, op, platform, variant.fields, seed)
+            yield _make_case(backend, op, platform, variant.fields_of(op), seed)
 
 
 def covering_cases(backend: Backend, op: str, platform: str, seed: int) -> Iterator[Case]:

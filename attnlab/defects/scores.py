@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from attnlab.case.ops import CPU_ATTENTION, UNIFIED
-from attnlab.contracts.contract import PARTITION_SIZE
 from attnlab.defects.edit import (
     TILES,
     Defect,
@@ -261,11 +260,11 @@ def splits(problem: Problem, seq: int) -> int:
     """Return into how many parts a sequence is split, each with its own softmax sum, before the merge.
 
     unified_attention splits a batch of decodes into segments of whole tiles of 16 tokens. Every other
-    kernel is assumed to split its cached tokens as ROCm's does, in partitions of 256.
+    kernel is assumed to split its cached tokens as ROCm's does, in partitions, of 256 if its record has none.
     """
     call = problem.call
     if call.op != UNIFIED:
-        return max(1, -(-problem.cached_len(seq) // PARTITION_SIZE))
+        return max(1, -(-problem.cached_len(seq) // problem.partition_size))
     if call.max_query_len > 1:
         return 1
     max_segments = _SEGMENTS if call.num_splits is None else max(1, call.num_splits)
@@ -391,7 +390,7 @@ def part_index(problem: Problem, seq: int) -> torch.Tensor:
     if problem.call.op == UNIFIED:
         tiles = -(-len(keys) // _TILE)
         return keys // (-(-tiles // _SEGMENTS) * _TILE)
-    return keys // PARTITION_SIZE
+    return keys // problem.partition_size
 
 
 def _maxima(scores: torch.Tensor, part: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -449,9 +448,9 @@ def _short_part(at: Rows) -> AttentionInputs:
 
 def _partitions(at: Rows) -> AttentionInputs:
     """Merge partitions without the factor exp(maximum of the partition - maximum of all)."""
-    if at.cached <= PARTITION_SIZE:
+    part = at.keys.clamp(max=at.cached - 1) // at.problem.partition_size
+    if at.cached <= at.problem.partition_size:
         return at.inputs
-    part = at.keys.clamp(max=at.cached - 1) // PARTITION_SIZE
     return _rescaled(at, part, 0.0, 0.0, split=True)
 
 
@@ -573,6 +572,11 @@ SOFTMAX = family(
 # Defects in how the parts of a sequence's cached tokens are combined: partitions, and partial blocks.
 
 
+def _has_partitions(problem: Problem) -> bool:
+    """Answer whether the cached tokens of a sequence fill more than one partition."""
+    return has_cached(problem.partition_size)(problem)
+
+
 def _last_partial_block_dropped(at: Rows) -> AttentionInputs:
     start = at.cached // at.call.block_size * at.call.block_size
     return at.hide((at.keys >= start) & (at.keys < at.cached))
@@ -580,11 +584,12 @@ def _last_partial_block_dropped(at: Rows) -> AttentionInputs:
 
 def _partition_dropped(at: Rows, which: str) -> AttentionInputs:
     """Drop the "first" or "last" partition."""
-    if at.cached <= PARTITION_SIZE:
+    size = at.problem.partition_size
+    if at.cached <= size:
         return at.inputs
-    last = (at.cached - 1) // PARTITION_SIZE * PARTITION_SIZE
+    last = (at.cached - 1) // size * size
     is_last = (at.keys >= last) & (at.keys < at.cached)
-    return at.hide(is_last if which == "last" else at.keys < PARTITION_SIZE)
+    return at.hide(is_last if which == "last" else at.keys < size)
 
 
 def _reversed_order(at: Rows) -> AttentionInputs:
@@ -614,10 +619,10 @@ PARTITIONS = family(
     *(
         fault(
             f"{which}_partition_dropped",
-            f"the merge of partitions omits the {which} partition of {PARTITION_SIZE} cached tokens",
+            f"the merge of partitions omits the {which} partition of the cached tokens",
             "ROCm/vllm #22, flashinfer #50",
             lambda at, which=which: _partition_dropped(at, which),
-            has_cached(PARTITION_SIZE),
+            _has_partitions,
             touches="cached",
             links=("short_scratch",),
         )
@@ -628,7 +633,7 @@ PARTITIONS = family(
         "partial results are merged without rescaling them to a common softmax maximum",
         "vllm-project/flash-attention #176, flashinfer #58",
         _partitions,
-        has_cached(PARTITION_SIZE),
+        _has_partitions,
         touches="cached",
     ),
     fault(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from attnlab.contracts.contract import PARTITION_SIZE
 from attnlab.diagnosis.candidates import (
     CLEAR,
     Cells,
@@ -490,7 +489,7 @@ def key_rules(problem: Problem) -> Iterator[KeyRule]:
         yield KeyRule(text.format(size=size), members)
     for text, members in (_HIDDEN | (_BEFORE_WINDOW if has_window else {})).items():
         yield KeyRule(text, members, hidden=True)
-    units = {size: "block", PARTITION_SIZE: "partition"}
+    units = {size: "block", problem.partition_size: "partition"}
     units |= {tile: "tile" for tile in TILES if tile != size}
     last = {unit: f"the last {name} of {unit}{_of_cached(problem)}" for unit, name in units.items()}
     for unit, text in last.items():
@@ -744,4 +743,5 @@ def sizes_of(problem: Problem) -> Sizes:
         row_starts=tuple(problem.row_starts()),
         block_size=problem.call.block_size,
         num_queries_per_kv=problem.call.num_queries_per_kv,
+        partition_size=problem.partition_size,
     )

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 
 from attnlab.case.ops import UNIFIED
-from attnlab.contracts.contract import PARTITION_SIZE, ROCM_DECODE
+from attnlab.contracts.contract import ROCM_DECODE
 from attnlab.defects.edit import TILES, Defect
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
 
@@ -266,9 +266,10 @@ def divisions(problem: Problem) -> Iterator[Division]:
                 text_of_parts=text_of_parts,
             )
             text_of_parts = ""
-    if ROCM_DECODE in problem.kernels:
-        text = f"partitions of {PARTITION_SIZE}"
-        yield Division(text, _segments(0, PARTITION_SIZE), merge="at once", text_of_parts=text)
+    if call.spec.partition_size or ROCM_DECODE in problem.kernels:
+        text = f"partitions of {problem.partition_size}"
+        parts = _segments(0, problem.partition_size)
+        yield Division(text, parts, merge="at once", text_of_parts=text)
 
 
 def with_tiles_to(parts: Parts, stop: int) -> Parts:

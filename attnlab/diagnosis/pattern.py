@@ -125,6 +125,7 @@ class Sizes:
     - ``seqs``: the sequences that ran; ``query_lens``, ``ctx_lens``: of all sequences.
     - ``row_starts``: the prefix sums of ``query_lens``, length num_seqs + 1.
     - ``block_size``: slots per block; ``num_queries_per_kv``: query heads per KV head.
+    - ``partition_size``: keys per partition, of kernels that merge partitions.
     """
 
     seqs: tuple[int, ...]
@@ -133,6 +134,7 @@ class Sizes:
     row_starts: tuple[int, ...]
     block_size: int
     num_queries_per_kv: int
+    partition_size: int = PARTITION_SIZE
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence, context and new."""
@@ -193,9 +195,9 @@ def _sequence_rules(sizes: Sizes) -> Iterable[tuple[str, list[bool]]]:
     for what, lens in (("seq_len", total), ("ctx_len", ctx)):
         yield f"whose {what} is not a multiple of the block size", [n % size != 0 for n in lens]
         yield f"whose {what} is a multiple of the block size", [n % size == 0 for n in lens]
-        for limit in (PARTITION_SIZE, size, *TILES):
+        for limit in (sizes.partition_size, size, *TILES):
             yield f"with {what} above {limit}", [n > limit for n in lens]
-    for limit in dict.fromkeys((*TILES, PARTITION_SIZE)):
+    for limit in dict.fromkeys((*TILES, sizes.partition_size)):
         yield f"with seq_len up to {limit}", [n <= limit for n in total]
     yield "after the first", [seq > min(sizes.seqs, default=0) for seq in every]
     yield "before the last", [seq < max(sizes.seqs, default=0) for seq in every]

@@ -15,7 +15,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL
-from attnlab.contracts.contract import Target, contract
+from attnlab.contracts.contract import PARTITION_SIZE, Target, contract
 from attnlab.contracts.dispatch import decide
 from attnlab.lab.argument_reference import (
     Read,
@@ -334,6 +334,11 @@ class Problem:
         default_factory=dict, init=False, repr=False
     )
     _lens: list[tuple[int, int]] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+    @property
+    def partition_size(self) -> int:
+        """Return the keys per partition of kernels that merge partitions, of ROCm's if the op states none."""
+        return self.call.spec.partition_size or PARTITION_SIZE
 
     @classmethod
     def of_case(

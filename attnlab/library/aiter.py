@@ -131,6 +131,7 @@ PA_DECODE = _op(
         **{"k_scale": "one(k_scale)", "v_scale": "one(v_scale)"},
     },
     neutral={"max_seq_len": PATH},
+    partition_size=1024,  # of calls with at most 512 query heads in all their sequences
     contract={"serves": "decode"},
     rounding={
         "products": True,

@@ -94,7 +94,6 @@ KDA_CHUNK = replace(
     python_name="chunk_kda",
     gate="key",
 )
-
 # Gated linear attention with one gate for each head; lightning attention is that with constant gates.
 SIMPLE_GLA = _op(
     name="fla_fused_recurrent_simple_gla",
@@ -115,4 +114,14 @@ SIMPLE_GLA_CHUNK = replace(
     python_name="chunk_simple_gla",
     chunk=64,
     left_out=_LEFT_OUT,
+)
+SIMPLE_GLA_CONSTANT, SIMPLE_GLA_CHUNK_CONSTANT = (
+    replace(
+        op,
+        name=f"{op.name}_constant",
+        summary=f"{op.summary}, with a constant gate for each head",
+        arguments={**_ARGUMENTS, "g_gamma": "-A_log.exp()"},
+        gate="constant",
+    )
+    for op in (SIMPLE_GLA, SIMPLE_GLA_CHUNK)
 )

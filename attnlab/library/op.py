@@ -85,6 +85,8 @@ class Op:
     - ``default_splits``: in how many parts the library's caller splits a sequence, if a Case does not say it.
       ``own_splits``: the numbers that the op chooses among, if no argument states it.
       ``split_step``: the number of keys of a part is a multiple of it; None is the block size.
+      ``partition_size``: other kernels take sequences of more keys, in parts of so many that they merge; 0 if
+      the length of a sequence chooses no kernel.
     - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
       (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
     - ``left_out``: what the op can but a check does not run, or a caller may not ask for, with the reason.
@@ -140,6 +142,7 @@ class Op:
     default_splits: int = 1
     own_splits: tuple[int, ...] = ()
     split_step: int | None = 1
+    partition_size: int = 0
     masks: tuple[str, ...] = ()
     adds_bias: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)

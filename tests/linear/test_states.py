@@ -422,3 +422,47 @@ def test_the_commands(tmp_path, capsys):
     assert main(["check", "--library", "fla", "--source", str(tmp_path), "--locate"]) == 2
     with pytest.raises(InvalidCase, match="op must be one of"):
         check_states("fla", tmp_path, ops=["no"])
+
+
+# Gated linear attention with a gate for each token or a constant one for each head, in torch.
+CONSTANT = """
+import torch
+
+
+def fused_recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
+                               output_final_state=False, cu_seqlens=None):
+    assert g is None
+    out, final = torch.empty_like(v), []
+    for seq, (first, end) in enumerate(cu_seqlens.unfold(0, 2, 1).tolist()):
+        heads, size, width = *q.shape[2:], v.shape[3]
+        state = torch.zeros(heads, size, width) if initial_state is None else initial_state[seq].float()
+        for row in range(first, end):
+            key, value, query = (one[0, row].float() for one in (k, v, q))
+            state = state * g_gamma.exp()[:, None, None] + key[:, :, None] * value[:, None]
+            out[0, row] = (torch.einsum("hkv,hk->hv", state, query) * scale).to(out.dtype)
+        final.append(state)
+    return out, torch.stack(final)
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ("g_gamma.exp()", None),
+        ("g_gamma[:1].exp()", "all value heads take the gate of the first"),
+        ("torch.exp2(g_gamma)", "exp2 is used in place of exp"),
+        ("g_gamma.new_ones(heads)", "the gate is missing"),
+    ],
+    ids=["right", "head 0", "exp2", "no gate"],
+)
+def test_a_constant_gate_is_given(tmp_path, after, words):
+    """A fault of the argument g_gamma is found; the op with a gate for each token has no such argument."""
+    file = tmp_path / "fla" / "ops" / "simple_gla" / "fused_recurrent.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(CONSTANT.replace("g_gamma.exp()", after))
+    op = STATE_OPS["fla_fused_recurrent_simple_gla_constant"]
+    found = check_op(op, find_source(tmp_path, package_of("fla")))
+    assert found.ran == len(variants_of(op)) > 10
+    assert bool(found.findings) == (words is not None)
+    if words is not None:
+        assert words in found.findings[0].title
