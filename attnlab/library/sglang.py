@@ -132,6 +132,7 @@ EXTEND_ATTENTION = _op(
         "mask_indptr": "None if qq_bias is None else sums(query_lens * seq_lens)",
         "window_kv_offsets": "None if qq_bias is None else window_starts",
         "lse_extend": "float32[tokens, heads]",
+        "extend_seq_lens_cpu": "query_lens.tolist()",  # as SGLang's Triton backend passes them
     },
     strides=dict.fromkeys(
         ("q_extend", "o_extend", "k_extend", "v_extend", "k_buffer", "v_buffer"), 2

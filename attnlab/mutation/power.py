@@ -70,6 +70,7 @@ MUTANTS: tuple[Defect, ...] = (
 
 MAX_SEQS, TOKENS, HEADS = 4, 4, 4  # of the sample; a decode has one token
 CorrectSample = list[tuple[RowSlice, Predicted]]  # some rows, each with its correct output
+Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 _NOTHING = 1e-9  # a margin that is no change
@@ -107,21 +108,28 @@ def kernels_where(margins: dict[str, float], *, killed: bool) -> tuple[str, ...]
     return tuple(kernel for kernel, one in changed.items() if (one > 1) == killed)
 
 
-def sample_correct(problem: Problem) -> CorrectSample:
+def sample_correct(problem: Problem, heads: int = HEADS) -> CorrectSample:
     """Return a sample of rows and heads, each with its correct output."""
-    row_slices = sample_rows(problem, TOKENS, HEADS, MAX_SEQS)
+    row_slices = sample_rows(problem, TOKENS, heads, MAX_SEQS)
     return [(row_slice, problem.correct(row_slice)) for row_slice in row_slices]
 
 
-def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -> Score:
-    """Return a mutant's score under the Case's tolerances."""
+def score(
+    problem: Problem, sample: CorrectSample, mutant: Defect, case: Case, compared: Map | None = None
+) -> Score:
+    """Return a mutant's score under the Case's tolerances.
+
+    ``compared``: what the test makes of output rows before it compares them, with the Case's tolerance.
+    """
     effect, margins = 0.0, dict[str, float]()
     for row_slice, correct in sample:
         kernel = "decode" if problem.is_decode(row_slice.seq) else "prefill"
-        output = mutant.compute(problem, row_slice).output
-        change = (output - correct.output).abs().nan_to_num(torch.inf, torch.inf)
+        output, right = mutant.compute(problem, row_slice).output, correct.output
+        if compared is not None:
+            output, right = compared(output), compared(right)
+        change = (output - right).abs().nan_to_num(torch.inf, torch.inf)
         atol = correct.bound if case.tolerance is None else case.tolerance
-        allowed = atol + case.rtol * correct.output.abs()
+        allowed = atol + case.rtol * right.abs()
         ratio = torch.where(change == 0, 0.0, change / allowed)
         effect = max(effect, float(change.max()))
         margins[kernel] = max(margins.get(kernel, 0.0), float(ratio.max()))

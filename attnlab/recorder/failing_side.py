@@ -25,6 +25,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.arguments import LAUNCH
 from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.projection import Projection, follow_product, operands
 from attnlab.recorder.snapshot import copied
 from attnlab.recorder.watch import note_of, set_note
 from attnlab.tensors.call import KernelCall
@@ -45,7 +46,8 @@ class Comparison:
 
     An element passes if its difference is at most atol + rtol × |expected|. ``reason``: the first line of the
     error, if it raised one. ``is_measured``: the test computed a difference itself; whether it passed, and
-    with which tolerance, is unknown (False, 0).
+    with which tolerance, is unknown (False, 0). ``projection``: what the test multiplied both tensors by
+    before it compared them; the tolerances are those of the products.
     """
 
     actual: torch.Tensor
@@ -55,6 +57,7 @@ class Comparison:
     passed: bool
     reason: str = ""
     is_measured: bool = False
+    projection: Projection | None = None
 
     def exchanged(self) -> "Comparison":
         """Return the comparison of a test that passed the output as the expected value."""
@@ -63,15 +66,21 @@ class Comparison:
     @property
     def share(self) -> float:
         """Return the largest difference in units of the largest expected element; 0 if that is 0."""
-        actual, expected = (one.cpu().double() for one in (self.actual, self.expected))
+        actual, expected = self._compared()
         largest = float(expected.abs().nan_to_num(0.0).max()) if expected.numel() else 0.0
         return float(distance(actual, expected).max()) / largest if largest else 0.0
 
     @property
     def is_close(self) -> bool:
         """Answer whether the values pass, whatever the dtypes and devices."""
-        actual, expected = (one.cpu().double() for one in (self.actual, self.expected))
+        actual, expected = self._compared()
         return bool(torch.isclose(actual, expected, rtol=self.rtol, atol=self.atol).all())
+
+    def _compared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the test compared, in float64."""
+        if self.projection is not None:
+            return self.projection.of(self.actual), self.projection.of(self.expected)
+        return self.actual.cpu().double(), self.expected.cpu().double()
 
 
 class Comparisons:
@@ -120,6 +129,7 @@ class Comparisons:
         """Record a comparison by a function or method of torch, or the size of a difference."""
         if self._is_paused or len(args) < 1:
             return
+        follow_product(name, args, result, self._sizes)
         if name in _SUBTRACTIONS:
             is_pair = len(args) > 1 and _are_alike(*args[:2]) and isinstance(result, torch.Tensor)
             if is_pair and result.numel() in self._sizes():
@@ -164,9 +174,14 @@ class Comparisons:
         try:
             found = read(*args, **kwargs)
             self.has_failed |= not passed and found is not None
-            if found is None or not self._is_of_interest(found[0].numel(), bool(passed)):
+            if found is None:
                 return
             *tensors, atol, rtol = found
+            with self.paused(), torch._C.DisableTorchFunction():
+                rows = operands(*tensors)
+            *tensors, projection = rows or (*tensors, None)
+            if not self._is_of_interest(tensors[0].numel(), bool(passed)):
+                return
             if isinstance(error, RuntimeError) and tensors[0].dtype == tensors[1].dtype:
                 return  # not about the values
             actual, expected = (copied(t).cpu() if self._host else copied(t) for t in tensors)
@@ -178,6 +193,7 @@ class Comparisons:
                 passed=bool(passed),
                 reason=next(iter(str(error or "").splitlines()), ""),
                 is_measured=passed is None,
+                projection=projection,
             )
             (self.measured if one.is_measured else self.last).append(one)
         except Exception as problem:
@@ -792,13 +808,31 @@ def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float
     is_wrong = found.is_wrong & compared & (error > rounding.amax(2))
     rows = torch.nonzero(is_wrong.any(1)).flatten()
     beyond = False
+    off = float(error.max()) if error.numel() else 0.0
     if len(rows):
         correct = problem.correct_rows(rows, torch.arange(expected.shape[1])).output.double()
+        if comparison.projection is not None:
+            return off, len(rows), _product_exceeds(comparison, match, expected, rows, correct)
         allowed = comparison.atol * match.factor + comparison.rtol * size + rounding
         exceeds = distance(expected[rows], correct) > allowed[rows]
         beyond = bool((exceeds & is_wrong[rows][..., None]).any())
-    off = float(error.max()) if error.numel() else 0.0
     return off, int(is_wrong.any(1).sum()), beyond
+
+
+def _product_exceeds(
+    comparison: Comparison,
+    match: Match,
+    expected: torch.Tensor,
+    rows: torch.Tensor,
+    correct: torch.Tensor,
+) -> bool:
+    """Answer whether the product of an expected value exceeds the tolerance; only ``rows`` are wrong."""
+    right = expected.clone()
+    right[rows] = correct
+    first, second = (one.flatten()[match.index] / match.factor for one in (right, expected))
+    assert comparison.projection is not None
+    exceeds = comparison.projection.exceeds(first, second, comparison.atol, comparison.rtol)
+    return bool(exceeds.any())
 
 
 def _unit(dtype: torch.dtype) -> float:

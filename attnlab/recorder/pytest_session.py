@@ -22,7 +22,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.diagnosis.captured import check_diagnosable, problem_of
-from attnlab.mutation.power import MUTANTS, sample_correct, score
+from attnlab.lab.problem import Problem
+from attnlab.mutation.power import MUTANTS, CorrectSample, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import (
     TORCHS,
@@ -30,10 +31,12 @@ from attnlab.recorder.failing_side import (
     Comparisons,
     agrees,
     factor_of,
+    match_of,
     output_matches,
 )
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
+from attnlab.recorder.projection import Projection
 from attnlab.recorder.watch import Watch
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
@@ -125,12 +128,15 @@ def _made(one: Recorded, op: str, tensor: torch.Tensor) -> bool:
 
 def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
     check_diagnosable(call, unknown=agrees(call, comparison, exactly=True))
-    problem = problem_of(call.cpu())
-    sample = sample_correct(problem)
+    problem, projection = problem_of(call.cpu()), comparison.projection
+    sample = _sample(problem, projection)
+    compared = None if projection is None else projection.of
     factor = factor_of(call, comparison.actual) or 1.0
+    if projection is not None and not _keeps_rows(call, comparison, projection):
+        raise InvalidCase("a product must be one of the output's rows, got one of another order")
     tolerances = Case().replace(atol=comparison.atol * factor, rtol=comparison.rtol)
     scores = {
-        mutant.name: score(problem, sample, mutant, tolerances)
+        mutant.name: score(problem, sample, mutant, tolerances, compared)
         for mutant in MUTANTS
         if mutant.applies(problem)
     }
@@ -142,21 +148,45 @@ def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
         rtol=comparison.rtol,
         killed=tuple(name for name, one in scores.items() if one.is_killed),
         survived=survived,
-        cheapest=_cheapest(call.cpu(), survived),
+        cheapest=_cheapest(call.cpu(), survived, projection),
     )
 
 
-def _cheapest(call: KernelCall, names: Iterable[str]) -> dict[str, str]:
+def _sample(problem: Problem, projection: Projection | None) -> CorrectSample:
+    """Return a sample of rows with some heads, with all of them if they are multiplied by a matrix."""
+    return (
+        sample_correct(problem)
+        if projection is None
+        else sample_correct(problem, problem.num_heads)
+    )
+
+
+def _keeps_rows(call: KernelCall, comparison: Comparison, projection: Projection) -> bool:
+    """Answer whether each row that is multiplied by a matrix is one of the output, as it is."""
+    match, width = match_of(call, comparison.actual), projection.weight.shape[1]
+    if match is None or match.factor != 1.0 or width != call.buffer[0].numel():
+        return False
+    return bool((match.index.view(-1, width) % width == torch.arange(width)).all())
+
+
+def _cheapest(
+    call: KernelCall, names: Iterable[str], projection: Projection | None
+) -> dict[str, str]:
     """Return, by defect, the first change of a test on this call that notices it."""
     left, found = set(names), dict[str, str]()
+    compared = None if projection is None else projection.of
     for text, changed in _changed_tests(call):
         problem = problem_of(changed)
-        sample = sample_correct(problem)
-        bound = max(float(correct.bound.max()) for _, correct in sample)
+        sample = _sample(problem, projection)
+        bounds = (
+            one.bound if projection is None else projection.bound(one.bound, one.output)
+            for _, one in sample
+        )
+        bound = max(float(one.max()) for one in bounds)
         atol = float(f"{1.06 * bound:.2g}")  # as it is printed, and not below the bound
         tolerances = Case().replace(atol=atol, rtol=0.0)
         for mutant in (one for one in MUTANTS if one.name in left and one.applies(problem)):
-            if score(problem, sample, mutant, tolerances).is_killed:
+            if score(problem, sample, mutant, tolerances, compared).is_killed:
                 left.remove(mutant.name)
                 found[mutant.name] = f"{text}atol={atol:.2g}, rtol=0"
         if not left:

@@ -8,6 +8,7 @@ arguments that differ from those of the call are not understood. The values of s
 import ast
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -82,7 +83,7 @@ def read_by_record(records: Sequence[Op], given: Mapping[str, Any], reading: Rea
     }
     reading.unknown |= {n: kept[n] for n in unread if n in kept and not _is_small(kept[n])}
     small = {
-        name: one.clone() if isinstance(one, torch.Tensor) else one
+        name: one.clone() if isinstance(one, torch.Tensor) else copy(one)
         for name, one in kept.items()
         if _is_compared(op, name) and _is_small(one)
     }
@@ -97,6 +98,8 @@ def _is_small(value: Any) -> bool:
     """Answer whether an argument is a number, or a list of integers."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 1 and not value.is_floating_point()
+    if isinstance(value, list):
+        return all(isinstance(one, int) for one in value)
     return isinstance(value, (bool, int, float, str))
 
 

@@ -88,6 +88,36 @@ def test_itself(monkeypatch):
     torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
 
 
+def projected(monkeypatch, size, atol, **factors):
+    matrix = size * torch.eye(256).flip(0).half()
+    given = computed(monkeypatch, **factors)
+    both = [torch.nn.functional.linear(one.flatten(1), matrix.clone()) for one in given]
+    torch.testing.assert_close(both[0].float(), both[1].float(), atol=atol, rtol=0)
+
+
+def test_product(monkeypatch):
+    projected(monkeypatch, 2.0, 1.0)
+
+
+def test_small_product(monkeypatch):
+    projected(monkeypatch, 1e-3, 1.0)
+
+
+def test_product_of_kernel(monkeypatch):
+    projected(monkeypatch, 2.0, 1e-3, kernel=2.0)
+
+
+def test_product_of_expected(monkeypatch):
+    projected(monkeypatch, 2.0, 1e-3, expected=2.0)
+
+
+def test_product_of_another_matrix(monkeypatch):
+    output, expected = computed(monkeypatch)
+    one, two = 2 * torch.eye(256).half(), 3 * torch.eye(256).half()
+    output, expected = output.flatten(1) @ one, expected.flatten(1) @ two
+    torch.testing.assert_close(output, expected, atol=1e-3, rtol=0)
+
+
 def test_the_second_of_two_calls(monkeypatch):
     first, _ = computed(monkeypatch)
     second, _ = computed(monkeypatch, kernel=2.0)
@@ -153,6 +183,9 @@ SIDES = {
     "test_the_second_of_two_calls": "the kernel",
     "test_both_of_two_calls": "the kernel",
     "test_an_earlier_call": "the kernel",
+    "test_product_of_kernel": "the kernel",
+    "test_product_of_expected": "the expected value",
+    "test_product_of_another_matrix": "unknown",
     "test_broken_table": "the arguments of the call",
     "test_raises": "the kernel",
     "test_sdpa": "the expected value, or the arguments",
@@ -213,13 +246,14 @@ def test_the_saved_call_and_the_page(run):
 def test_tests_without_an_op_are_unaffected(run):
     found = properties(run[0])
     assert found["test_no_op"] == found["test_no_op_passes"] == {}
-    assert "3 passed" in run[1]
+    assert "5 passed" in run[1]
 
 
 def test_power_of_a_passing_test(run):
     """With a tolerance of 0.5, the doubled scale is noticed, and a causal mask off by one is not."""
     powers = {one["node_id"]: one for one in json.loads((run[0] / "power.json").read_text())}
-    assert set(powers) == {"test_kern.py::test_good", "test_kern.py::test_itself"}
+    names = ("test_good", "test_itself", "test_product", "test_small_product")
+    assert set(powers) == {f"test_kern.py::{name}" for name in names}
     power = powers["test_kern.py::test_good"]
     assert not power["with_itself"]
     assert powers["test_kern.py::test_itself"]["with_itself"]
@@ -228,6 +262,25 @@ def test_power_of_a_passing_test(run):
     assert "scale_doubled" in power["killed"]
     assert "causal_plus_one" in power["survived"]
     assert f"{len(power['killed']):>4} of " in run[1]
+
+
+def test_power_of_a_test_that_compares_products(run):
+    """Twice the output in another order of columns, and twice the tolerance, notice the same."""
+    powers = {one["node_id"]: one for one in json.loads((run[0] / "power.json").read_text())}
+    own, doubled, small = (
+        powers[f"test_kern.py::{name}"]
+        for name in ("test_good", "test_product", "test_small_product")
+    )
+    assert doubled["atol"] == 1.0
+    assert (doubled["killed"], doubled["survived"]) == (own["killed"], own["survived"])
+    assert "scale_doubled" in small["survived"]
+    # The bound of the kernel is doubled, too, and the product rounds once more.
+    name = "causal_plus_one"
+    atols = [
+        float(one["cheapest"][name].partition("atol=")[2].partition(",")[0])
+        for one in (own, doubled)
+    ]
+    assert 2 * atols[0] <= atols[1] < 4 * atols[0]
 
 
 @pytest.mark.slow

@@ -86,6 +86,16 @@ def test_a_mask_of_bytes_is_read_if_it_is_the_causal_one(is_causal: bool) -> Non
     assert not call.unknown_arguments
 
 
+@pytest.mark.parametrize(("lens", "unknown"), [([2, 4], ()), ([2, 3], ("extend_seq_lens_cpu",))])
+def test_a_list_of_numbers_is_compared_with_that_of_the_record(
+    lens: list[int], unknown: tuple[str, ...]
+) -> None:
+    """SGLang's Triton backend passes the lengths of the new tokens as a list, too."""
+    given, _ = _extend(extend_seq_lens_cpu=lens)
+    found = _call(_OPS[_EXTEND], given).unknown_arguments
+    assert tuple(one.partition("=")[0] for one in found) == unknown
+
+
 def test_an_argument_that_no_record_has_is_unknown() -> None:
     given, _ = _extend(xai_temperature_len=5)
     assert _call(_OPS[_EXTEND], given).unknown_arguments == ("xai_temperature_len=5",)
