@@ -33,11 +33,12 @@ from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import EMPTY, STATES, SlotState, readable_states
 from attnlab.defects import Defect
+from attnlab.diagnosis.claims import DescribedWeights
 from attnlab.diagnosis.confirmation import find_rule, is_general, with_second_cases
 from attnlab.diagnosis.decision import examine, withdraw
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.refinement import follows_from
+from attnlab.diagnosis.refinement import confirmed_weights, follows_from
 from attnlab.diagnosis.reruns import with_known_contents
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import scratch_number
@@ -47,7 +48,6 @@ from attnlab.kernels.triton.run_log import outside_number
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result
 from attnlab.weights.conclude import xray
-from attnlab.weights.plan import Description
 
 # Texts of CUDA and cuBLAS after which nothing runs any more in the process.
 _BROKEN_CONTEXT = re.compile(
@@ -394,7 +394,7 @@ class Rules:
 
     def __init__(self, searches: int = MOST_SEARCHES, refusals: int = _MOST_REFUSALS) -> None:
         self.found: list[tuple[Defect, str]] = []
-        self.weights: list[Description] = []
+        self.weights: list[DescribedWeights] = []
         self.searches, self.refusals = searches, refusals
         self.xrays = min(searches, _MOST_XRAYS)
         self.names = set[str]()
@@ -430,12 +430,12 @@ class Rules:
                 return law
         found = examine(lab, case, output, (), Pattern())
         for described in self.weights:
-            if follows_from(described, lab, case, output, found):
-                return described.text
+            if follows_from(described.description, lab, case, output, found):
+                return described.said
         if not self.searches:
             return ""
         self.searches -= 1
-        return self._new_rule(lab, case, rerun) or self._new_weights(lab, case)
+        return self._new_rule(lab, case, rerun) or self._new_weights(lab, case, rerun)
 
     def _new_rule(self, lab: Lab, case: Case, rerun: Callable[[Case], torch.Tensor]) -> str:
         rule = find_rule(lab, case, rerun)
@@ -444,8 +444,8 @@ class Rules:
         self.found.append((rule.candidate.defect, rule.law))
         return rule.law
 
-    def _new_weights(self, lab: Lab, case: Case) -> str:
-        """Return the rule of an X-ray, about all sequences, that another case confirms.
+    def _new_weights(self, lab: Lab, case: Case, rerun: Callable[[Case], torch.Tensor]) -> str:
+        """Return the rule of an X-ray, about all sequences, that further cases confirm.
 
         "" for none, or if the case is too large.
         """
@@ -453,11 +453,14 @@ class Rules:
             return ""
         self.xrays -= 1
         seen = xray(case, lab=lab, limit_s=_XRAY_S)
-        found = seen.description
-        if seen.status != "described" or not seen.confirmed or found is None or found.scope.seqs:
+        if seen.status != "described" or not seen.confirmed:
+            return ""
+        general = [one for one in seen.descriptions if not one.scope.seqs]
+        found = confirmed_weights(lab, case, general, rerun)
+        if found is None:
             return ""
         self.weights.append(found)
-        return found.text
+        return found.said
 
 
 def weights_of(case: Case) -> int:

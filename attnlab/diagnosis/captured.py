@@ -266,7 +266,7 @@ def _confirmed_by_calls(
         return withdraw(alone, lambda one: one.name not in names, "excluded by rerun", reason)
     if not left or not cases:
         return alone
-    only_decodes = bool((call.query_lens <= 1).all())
+    only_decodes = call.spec.prefill and bool((call.query_lens <= 1).all())
     rule = ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)
     return dataclasses.replace(alone, status="described", rule=rule)
 

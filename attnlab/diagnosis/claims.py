@@ -60,8 +60,8 @@ def _cases(count: int) -> str:
 class ConfirmedRule(Claim):
     """A rule that explains an output and those of further cases.
 
-    ``only_decodes``: no wrong output with several new tokens of a sequence was seen. ``others``: rules of
-    other kinds that give the same outputs in all of these cases.
+    ``only_decodes``: no wrong output with several new tokens of a sequence was seen, of an op that computes
+    those, too. ``others``: rules of other kinds that give the same outputs in all of these cases.
     """
 
     candidate: Candidate
@@ -70,16 +70,17 @@ class ConfirmedRule(Claim):
 
     @property
     def law(self) -> str:
-        """Return what the kernel does, with the rules that no case separates from it."""
+        """Return what the kernel does, where, and the rules that no case separates from it."""
         laws = (self.candidate.text, *(one.text for one in self.others))
-        return ", or ".join(laws) + (": no case separates them" if self.others else "")
+        found = ", or ".join(laws) + (": no case separates them" if self.others else "")
+        return f"{found} (in batches of decodes)" if self.only_decodes else found
 
     @property
     def said(self) -> str:
         """Return the rule in words, with its rows."""
         scope = self.candidate.scope
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
-        return f"{where}{self.law}{' (in batches of decodes)' if self.only_decodes else ''}"
+        return f"{where}{self.law}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as JSON-able values; ``others`` are the rules that no case separates from it."""

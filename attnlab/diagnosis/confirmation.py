@@ -318,6 +318,7 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     kinds = {one.defect.family: one for one in reversed(left)}  # the first of each kind
     first, family = left[0], left[0].defect.family
     more = tuple(one for one in kinds.values() if one.defect.family != family)
+    only_decodes &= case.spec.prefill
     return ConfirmedRule(candidate=first, cases=cases, only_decodes=only_decodes, others=more)
 
 

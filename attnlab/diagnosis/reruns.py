@@ -32,7 +32,7 @@ SECOND_SCALES = {"k_scale": 0.7, "v_scale": 0.3}  # neither is a power or a prod
 _SCALE = 0.73  # the second scale of the scores, in units of the first
 _CAP = 0.83  # the second soft cap, in units of the first
 _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
-_WIDE = 256  # keys from which on a second sliding window is smaller
+_WINDOW = 293  # keys of another sliding window: three tiles of 128, and no whole ones
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
 _DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
@@ -91,16 +91,22 @@ def further_cases(case: Case) -> Iterator[Case]:
         other = _longer_case(case, chosen, seed)
         if other is not None:
             yield other
-    windowed = _with_other_window(case, only_decodes)
-    if windowed is not None:
-        yield windowed
+    if case.sliding_window:
+        yield from _with_other_windows(case, only_decodes)
 
 
-def _with_other_window(case: Case, only_decodes: bool) -> Case | None:
-    """Return a case with another sliding window, of several tiles that are not whole, or None."""
-    size = 2 * case.sliding_window + 37 if case.sliding_window < _WIDE else case.sliding_window // 2 + 5
+def _with_other_windows(case: Case, only_decodes: bool) -> Iterator[Case]:
+    """Yield cases with other sliding windows: one that hides no key, and one of several tiles that are not
+    whole, in a batch of its own."""
+    longest = max(case.lengths.seq_lens)
+    with contextlib.suppress(InvalidCase):
+        if longest > case.sliding_window:
+            yield case.replace(sliding_window=longest)
+    size = _WINDOW if case.sliding_window < _WINDOW else case.sliding_window // 2 + 5
     pairs = ((1, size + 26), (1 if only_decodes else 19, size + 9), (1, 7))
-    return _longer_case(case, pairs, 27, sliding_window=size) if case.sliding_window else None
+    other = _longer_case(case, pairs, 27, sliding_window=size)
+    if other is not None:
+        yield other
 
 
 def _drawn_lengths(seed: int) -> Iterator[list[tuple[int, int]]]:

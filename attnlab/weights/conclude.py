@@ -76,7 +76,7 @@ def other_case(case: Case) -> Case | None:
     if decodes:
         pairs += [(1, 2 * size - 1), (1, 37), (1, 64), (1, far)]
     if prefills or not decodes:
-        wide = min(window + 5, 40) if window else 18
+        wide = min(window + 5, 40) if window else 37  # past a tile of 32
         pairs += [(3, size), (wide, 2 * size + 5), (5, 128), (4, 96), (2, 47 + window)]
         pairs += [(21, 0)] if 0 in lengths.ctx_lens else []
     changes = {

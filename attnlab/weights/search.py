@@ -168,12 +168,14 @@ def _inner(setup: AttentionSetup) -> Iterator[tuple[str, Edge, Edge]]:
     for part, feature in parts_of(setup):
         end = Edge(feature)
         first = "context" if part == "new" else "start"
+        yield part, Edge(first), end
+        if part == "new" and not setup.call.visibility.is_plain:
+            yield part, Edge(first), Edge("sequence")
         for shift in _SHIFTS:
             yield part, Edge(feature, -shift), end
             yield part, Edge(first), Edge(first, shift)
         for tile in tile_sizes(setup):
             yield from _tiles(setup, part, feature, first, tile)
-        yield part, Edge(first), end
     for part in ("all", *(part for part, _ in parts_of(setup))):
         for shift in _SHIFTS:
             if setup.call.sliding_window:
