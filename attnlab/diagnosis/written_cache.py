@@ -110,9 +110,13 @@ _Rule = Iterator[tuple[str, Callable[[list[int]], str], torch.Tensor]]
 
 
 def _not_written(found: _Found, left: torch.Tensor) -> _Rule:
-    """Tokens whose slots hold what they held before the write."""
+    """Tokens whose slots hold what they held before the write.
+
+    NaN that was decoded with a scale may also be what was stored.
+    """
     right = found.right
-    same = _equal(found.output, right.before) & (right.token >= 0)[:, None] & left
+    decides = ~right.before.isnan().all(2) | (not found.call.spec.coarse)
+    same = _equal(found.output, right.before) & (right.token >= 0)[:, None] & left & decides
 
     def text(slots: list[int]) -> str:
         tokens = right.token[slots].sort().values.tolist()

@@ -11,6 +11,7 @@ from attnlab.contracts.contract import Target
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.written_cache import diagnose_write
+from attnlab.lab.cache_write import expected_write
 from attnlab.lab.lab import Lab
 
 pytestmark = needs_triton
@@ -100,6 +101,17 @@ def test_half_a_token_that_is_not_written_is_not_said_to_be_zeros(tmp_path):
             lab.call(case), Target.of(case), output=lab.run(case).output
         ).pattern
         assert "the key is not written" in pattern.facts[1].what
+
+
+@pytest.mark.parametrize(("contents", "is_said"), [("nan", False), ("garbage", True)])
+def test_nan_of_a_decoded_cache_does_not_show_that_nothing_was_written(contents, is_said):
+    """A wrong scale makes NaN of integers that were written."""
+    fields = {"op": "lmdeploy_fill_kv_cache_int8", "backend": "library:lmdeploy"}
+    case = CASE.replace(**fields, empty_slots=contents)
+    call = Lab(device="cpu").call(case).cpu()
+    before = expected_write(call, Target.of(case)).before.to(call.buffer.dtype)
+    pattern = diagnose_write(call, Target.of(case), output=before).pattern
+    assert any("not written" in fact.what for fact in pattern.facts) == is_said
 
 
 def test_a_key_that_is_stored_as_zeros_is_said_to_be(tmp_path):
