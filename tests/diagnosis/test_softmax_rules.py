@@ -122,7 +122,7 @@ def test_a_fault_of_a_split_is_described(fault, text):
     assert diagnosis.status == "described"
     assert diagnosis.rule is not None
     assert text in diagnosis.rule.text
-    assert diagnosis.rule.only_decodes
+    assert not diagnosis.rule.only_decodes  # the op computes nothing else
 
 
 def test_an_output_of_nan_shows_no_rule():
