@@ -7,11 +7,12 @@ from typing import Any
 
 from attnlab.library.op import Package, StateOp
 
-# The arguments that all ops have. FLA's states are [sequences, heads, key_size, value_size].
+# The arguments that all ops have. FLA's states are [sequences, heads, key_size, value_size] by default.
 _ARGUMENTS = {
     **{"q": "query[None]", "k": "key[None]", "v": "value[None]", "scale": "scale"},
     **{"cu_seqlens": "query_start_loc.long()", "output_final_state": "True"},
-    "initial_state": "key_first(initial_states)",
+    "initial_state": "initial_states if state_v_first else key_first(initial_states)",
+    "state_v_first": "state_v_first",
 }
 # Those of the delta rule, in addition.
 _GATED = {
@@ -20,7 +21,6 @@ _GATED = {
 }
 _LEFT_OUT = {
     "batches of sequences of one length": "without cu_seqlens",
-    "state_v_first": "states with the values first",
     "gradients": "the ops of the backward pass are not run",
 }
 
@@ -56,7 +56,7 @@ _op = partial(
     library="fla",
     arguments=_GATED,
     result="returned[0][0]",
-    final="key_first(returned[1])",
+    final="returned[1] if state_v_first else key_first(returned[1])",
 )
 _SHARED_SEQUENCES = {"cp_context": "sequences that several GPUs share"}
 

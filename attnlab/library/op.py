@@ -371,6 +371,7 @@ class StateOp:
     - ``chunk``: tokens that are computed together, 1 for an op that takes one token after the other.
     - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states. ``rounds``: an op that takes
       one token after the other multiplies keys and values in their dtype.
+    - An option of a case, such as ``state_v_first``, is of the ops whose ``arguments`` name it.
     - ``norms``: it can normalise queries and keys. ``groups``: several value heads may share a key head.
     - ``slots``: it reads and writes the states at ``state_indices``; ``num_accepted``: also one state for
       each new token, of which the accepted one is read.
@@ -408,6 +409,10 @@ class StateOp:
     skips: str = ""
     empty: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def parameters(self, *names: str) -> tuple[str, ...]:
+        """Return the parameters whose values use one of the names, in the order of the record."""
+        return tuple(p for p, text in self.arguments.items() if names_in(text) & {*names})
 
 
 def state_ops_of(library: str) -> list[StateOp]:

@@ -28,6 +28,8 @@ class StateCall:
       without a sequence hold larger numbers.
     - ``state_indices``: [num_seqs] int32, or [num_seqs, spec_tokens]; -1 for a skipped sequence.
     - ``num_accepted_tokens``: [num_seqs] int32, or None. ``has_initial``: [num_seqs] bool.
+    - ``state_v_first``: the op gets and returns states as ``states``; without it, keys come first.
+    - ``options``: as of :class:`StateCase`.
     """
 
     op: StateOp
@@ -47,6 +49,8 @@ class StateCall:
     passes_initial: bool
     scale: float
     use_norm: bool
+    state_v_first: bool
+    options: tuple[str, ...]
 
     @cached_property
     def gate(self) -> torch.Tensor:
@@ -170,6 +174,8 @@ def make_call(case: StateCase) -> StateCall:
         passes_initial=case.initial != "none",
         scale=1.0 if not op.scales else key_size**-0.5 if case.scale is None else case.scale,
         use_norm=case.use_norm,
+        state_v_first=case.state_v_first,
+        options=case.options,
     )
 
 

@@ -16,6 +16,7 @@ from attnlab.library.op import Op, StateOp, libraries, state_ops_of
 STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
 # Every op by name. OPS gets the records of users' libraries later.
 RECORDS: Mapping[str, Op | StateOp] = ChainMap[str, Any](OPS, STATE_OPS)
+_OPTIONS = ("state_v_first",)
 _GATES = {
     "usual": "half of a state is left after some tokens",
     "none": "states do not decay",
@@ -55,6 +56,7 @@ class StateCase(Declared):
     scale: float | None = _data(None, Maybe(Number(), "head_k_dim ** -0.5"), "scale of the output")
     use_norm: bool = _data(True, Flag(), "the op normalises queries and keys")
     dtype: str = _data("bfloat16", OneOf(tuple(DTYPE_BYTES)), "dtype of queries, keys and values")
+    state_v_first: bool = _data(False, Flag(), "states are passed as [value_size, key_size]")
     state_dtype: str = _data("float32", OneOf(tuple(DTYPE_BYTES)), "dtype of the states")
     seed: int = _data(0, Int(0), "seed of the data")
     platform: str = _data("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
@@ -83,6 +85,13 @@ class StateCase(Declared):
         many = op.slots and max(lens) > max(1, self.spec_tokens)
         yield "query_lens", many, f"at most spec_tokens ({self.spec_tokens}), or 1, {of_op}"
         yield "query_lens", not any(lens), "above 0 for at least one sequence"
+        for name in self.options:
+            yield name, not op.parameters(name), f"the default {of_op}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the options that the case sets; the arguments of an op's record name those that it has."""
+        return tuple(name for name in _OPTIONS if getattr(self, name))
 
     @property
     def record(self) -> StateOp:
@@ -135,6 +144,11 @@ _BOTH: dict[str, dict[str, Any]] = {
     "several value heads of one key head": {"num_k_heads": 2, "num_v_heads": 6},
     "queries and keys as they are": {"use_norm": False},
     "another scale": {"scale": 0.7},
+    "states with the values first": {"state_v_first": True},
+    "states with the values first, of other width than keys": {
+        "state_v_first": True,
+        "head_v_dim": 32,
+    },
     "float16": {"dtype": "float16"},
     "float32": {"dtype": "float32"},
 }

@@ -669,9 +669,9 @@ def _stored_less(plan: StatePlan, count: Callable[[int], int]) -> StatePlan:
 
 
 def _transposed(call: StateCall, plan: StatePlan) -> StatePlan:
-    values, keys = plan.states.shape[-2:]
-    if values == keys:
-        return plan.replace(read_states=plan.states.mT)
+    *lead, values, keys = plan.states.shape
+    if call.state_v_first:
+        return plan.replace(read_states=plan.states.reshape(*lead, keys, values).mT)
     return plan.replace(read_states=plan.states.mT.reshape(plan.states.shape))
 
 

@@ -42,13 +42,17 @@ import triton.language as tl
 @triton.jit
 def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.constexpr,
            K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-           HAS_STATE: tl.constexpr, NORM: tl.constexpr, PAD: tl.constexpr):
+           HAS_STATE: tl.constexpr, NORM: tl.constexpr, V_FIRST: tl.constexpr, PAD: tl.constexpr):
     n, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(starts + n), tl.load(starts + n + 1)
     at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = at_k < K, at_v < V
     inside = in_k[:, None] & in_v[None, :]
-    place = (n * HV + head) * K * V + at_k[:, None] * V + at_v[None, :]
+    place = (n * HV + head) * K * V
+    if V_FIRST:
+        place += at_k[:, None] + at_v[None, :] * K
+    else:
+        place += at_k[:, None] * V + at_v[None, :]
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_STATE:
         state += tl.load(h0 + place, mask=inside, other=0.0)
@@ -71,16 +75,17 @@ def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.c
 
 
 def fused_recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
-                                     use_qk_l2norm_in_kernel, cu_seqlens):
+                                     use_qk_l2norm_in_kernel, cu_seqlens, state_v_first=False):
     n, (heads, size), values = len(cu_seqlens) - 1, k.shape[2:], v.shape[2:]
     if size > 128:
         raise ValueError("keys must have at most 128 elements")
     o = torch.empty_like(v)
-    final = torch.empty(n, values[0], size, values[1])
+    shape = (values[1], size) if state_v_first else (size, values[1])
+    final = torch.empty(n, values[0], *shape)
     kernel[(n, values[0])](
         q, k, v, g, beta, initial_state, final, o, cu_seqlens, scale, heads, values[0], size,
         values[1], triton.next_power_of_2(size), triton.next_power_of_2(values[1]),
-        initial_state is not None, use_qk_l2norm_in_kernel,
+        initial_state is not None, use_qk_l2norm_in_kernel, state_v_first,
     )
     return o, final
 """
@@ -311,6 +316,11 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ("state *= tl.exp(", "state *= tl.exp2(", "exp2 is used in place of exp"),
         ("(value - held)", "(value)", "is not subtracted from the value"),
         ("place = (n * HV", "place = ((n ^ 1) * HV", None),
+        (
+            "tl.load(h0 + place",
+            "tl.load(h0 + (n * HV + head) * K * V + at_k[:, None] * V + at_v[None, :]",
+            "have keys and values exchanged",
+        ),
         ("head // (HV // H)", "head % H", "modulo the number of key heads"),
         ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
         ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
@@ -322,9 +332,19 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ),
         ("        tl.store(o", "        if i < 4:\n            tl.store(o", "that of token 4"),
     ],
-    ids=["exp2", "held", "place", "heads", "last token", "outside", "after the end", "unwritten"],
+    ids=[
+        "exp2",
+        "held",
+        "place",
+        "layout",
+        "heads",
+        "last token",
+        "outside",
+        "after the end",
+        "unwritten",
+    ],
 )
-@pytest.mark.quick("exp2", "heads", "outside", "unwritten")
+@pytest.mark.quick("exp2", "layout", "heads", "outside", "unwritten")
 def test_a_planted_fault_is_described(tmp_path, before, after, words):
     assert before in KERNEL
     found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings
