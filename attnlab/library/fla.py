@@ -55,6 +55,7 @@ _op = partial(
     StateOp,
     library="fla",
     arguments=_GATED,
+    gate_dtypes=("float32", "bfloat16", "float16"),
     result="returned[0][0]",
     final="returned[1] if state_v_first else key_first(returned[1])",
 )
@@ -95,16 +96,23 @@ KDA_CHUNK = replace(
     gate="key",
 )
 # Gated linear attention with one gate for each head; lightning attention is that with constant gates.
+# Its recurrent op can begin with the last token.
+_ORDERED = {
+    **_ARGUMENTS,
+    **{name[0]: f"{name}[order][None]" for name in ("query", "key", "value")},
+    "reverse": "reverse",
+}
 SIMPLE_GLA = _op(
     name="fla_fused_recurrent_simple_gla",
     summary="gated linear attention, one token after the other",
     module="simple_gla/fused_recurrent",
     python_name="fused_recurrent_simple_gla",
-    arguments={**_ARGUMENTS, "g": "gate[None]"},
+    arguments={**_ORDERED, "g": "gate[order][None]"},
+    result="returned[0][0][order]",
     delta=False,
     norms=False,
     groups=False,
-    left_out={**_LEFT_OUT, "reverse": "from the last token to the first"},
+    left_out=_LEFT_OUT,
 )
 SIMPLE_GLA_CHUNK = replace(
     SIMPLE_GLA,
@@ -112,16 +120,18 @@ SIMPLE_GLA_CHUNK = replace(
     summary="gated linear attention, in chunks of 64 tokens",
     module="simple_gla/chunk",
     python_name="chunk_simple_gla",
+    arguments={**_ARGUMENTS, "g": "gate[None]"},
+    result=GATED_DELTA_RULE.result,
     chunk=64,
-    left_out=_LEFT_OUT,
 )
 SIMPLE_GLA_CONSTANT, SIMPLE_GLA_CHUNK_CONSTANT = (
     replace(
         op,
         name=f"{op.name}_constant",
         summary=f"{op.summary}, with a constant gate for each head",
-        arguments={**_ARGUMENTS, "g_gamma": "-A_log.exp()"},
+        arguments={**arguments, "g_gamma": "-A_log.exp()"},
         gate="constant",
+        gate_dtypes=("float32",),
     )
-    for op in (SIMPLE_GLA, SIMPLE_GLA_CHUNK)
+    for op, arguments in ((SIMPLE_GLA, _ORDERED), (SIMPLE_GLA_CHUNK, _ARGUMENTS))
 )

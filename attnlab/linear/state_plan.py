@@ -463,6 +463,7 @@ _NEIGHBOURS: dict[str, Callable[[int, int], int]] = {
     "the next token": lambda i, count: min(i + 1, count - 1),
     "the token before": lambda i, count: max(i - 1, 0),
     "the first token of its sequence": lambda i, count: 0,
+    "the token as far from the other end of its sequence": lambda i, count: count - 1 - i,
 }
 
 
