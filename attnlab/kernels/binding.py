@@ -456,8 +456,19 @@ def bind(
     return passed(function, arguments_of(call, target, parameters), call.op)
 
 
+def taken(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments that a function takes by name: its parameters, and those that it looks up in
+    ``**kwargs``, as in ``kwargs.get("A_log")``."""
+    parameters = inspect.signature(function).parameters
+    names = [name for name, one in parameters.items() if one.kind not in _OPEN]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        names += [one for one in getattr(code, "co_consts", ()) if isinstance(one, str)]
+    return names
+
+
 def passed(function: Callable[..., Any], given: Arguments, op: str) -> Arguments:
-    """Return the arguments that a function has; raise Unavailable if it requires another one."""
+    """Return the arguments that a function takes; raise Unavailable if it requires another one."""
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
         is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN
@@ -466,7 +477,7 @@ def passed(function: Callable[..., Any], given: Arguments, op: str) -> Arguments
                 f"{op} requires the argument {name}, which the lab does not know: "
                 "add it to the arguments of the op's record"
             )
-    return {name: given[name] for name in parameters if name in given}
+    return {name: given[name] for name in taken(function) if name in given}
 
 
 def finish(call: KernelCall, target: Target, arguments: Arguments, returned: Any = None) -> None:

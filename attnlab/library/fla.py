@@ -7,11 +7,12 @@ from typing import Any
 
 from attnlab.library.op import Package, StateOp
 
-# The arguments that all ops have. FLA's states are [sequences, heads, key_size, value_size].
+# The arguments that all ops have. FLA's states are [sequences, heads, key_size, value_size] by default.
 _ARGUMENTS = {
     **{"q": "query[None]", "k": "key[None]", "v": "value[None]", "scale": "scale"},
     **{"cu_seqlens": "query_start_loc.long()", "output_final_state": "True"},
-    "initial_state": "key_first(initial_states)",
+    "initial_state": "initial_states if state_v_first else key_first(initial_states)",
+    "state_v_first": "state_v_first",
 }
 # Those of the delta rule, in addition.
 _GATED = {
@@ -20,7 +21,6 @@ _GATED = {
 }
 _LEFT_OUT = {
     "batches of sequences of one length": "without cu_seqlens",
-    "state_v_first": "states with the values first",
     "gradients": "the ops of the backward pass are not run",
 }
 
@@ -55,8 +55,9 @@ _op = partial(
     StateOp,
     library="fla",
     arguments=_GATED,
+    gate_dtypes=("float32", "bfloat16", "float16"),
     result="returned[0][0]",
-    final="key_first(returned[1])",
+    final="returned[1] if state_v_first else key_first(returned[1])",
 )
 _SHARED_SEQUENCES = {"cp_context": "sequences that several GPUs share"}
 
@@ -95,16 +96,23 @@ KDA_CHUNK = replace(
     gate="key",
 )
 # Gated linear attention with one gate for each head; lightning attention is that with constant gates.
+# Its recurrent op can begin with the last token.
+_ORDERED = {
+    **_ARGUMENTS,
+    **{name[0]: f"{name}[order][None]" for name in ("query", "key", "value")},
+    "reverse": "reverse",
+}
 SIMPLE_GLA = _op(
     name="fla_fused_recurrent_simple_gla",
     summary="gated linear attention, one token after the other",
     module="simple_gla/fused_recurrent",
     python_name="fused_recurrent_simple_gla",
-    arguments={**_ARGUMENTS, "g": "gate[None]"},
+    arguments={**_ORDERED, "g": "gate[order][None]"},
+    result="returned[0][0][order]",
     delta=False,
     norms=False,
     groups=False,
-    left_out={**_LEFT_OUT, "reverse": "from the last token to the first"},
+    left_out=_LEFT_OUT,
 )
 SIMPLE_GLA_CHUNK = replace(
     SIMPLE_GLA,
@@ -112,16 +120,18 @@ SIMPLE_GLA_CHUNK = replace(
     summary="gated linear attention, in chunks of 64 tokens",
     module="simple_gla/chunk",
     python_name="chunk_simple_gla",
+    arguments={**_ARGUMENTS, "g": "gate[None]"},
+    result=GATED_DELTA_RULE.result,
     chunk=64,
-    left_out=_LEFT_OUT,
 )
 SIMPLE_GLA_CONSTANT, SIMPLE_GLA_CHUNK_CONSTANT = (
     replace(
         op,
         name=f"{op.name}_constant",
         summary=f"{op.summary}, with a constant gate for each head",
-        arguments={**_ARGUMENTS, "g_gamma": "-A_log.exp()"},
+        arguments={**arguments, "g_gamma": "-A_log.exp()"},
         gate="constant",
+        gate_dtypes=("float32",),
     )
-    for op in (SIMPLE_GLA, SIMPLE_GLA_CHUNK)
+    for op, arguments in ((SIMPLE_GLA, _ORDERED), (SIMPLE_GLA_CHUNK, _ARGUMENTS))
 )

@@ -369,8 +369,10 @@ class StateOp:
       that also multiplies the value; ``skip``: it adds D times the value to the output. ``scales``: it
       multiplies the output.
     - ``chunk``: tokens that are computed together, 1 for an op that takes one token after the other.
-    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states. ``rounds``: an op that takes
-      one token after the other multiplies keys and values in their dtype.
+    - ``dtypes``: of queries, keys and values. ``state_dtypes``: of the states. ``gate_dtypes``: of the
+      gates that are passed. ``rounds``: an op that takes one token after the other multiplies keys and values
+      in their dtype.
+    - An option of a case, such as ``state_v_first``, is of the ops whose ``arguments`` name it.
     - ``norms``: it can normalise queries and keys. ``groups``: several value heads may share a key head.
     - ``slots``: it reads and writes the states at ``state_indices``; ``num_accepted``: also one state for
       each new token, of which the accepted one is read.
@@ -398,6 +400,7 @@ class StateOp:
     rounds: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     state_dtypes: tuple[str, ...] = ("float32",)
+    gate_dtypes: tuple[str, ...] = ("float32",)
     norms: bool = True
     groups: bool = True
     slots: bool = False
@@ -408,6 +411,10 @@ class StateOp:
     skips: str = ""
     empty: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def parameters(self, *names: str) -> tuple[str, ...]:
+        """Return the parameters whose values use one of the names, in the order of the record."""
+        return tuple(p for p, text in self.arguments.items() if names_in(text) & {*names})
 
 
 def state_ops_of(library: str) -> list[StateOp]:

@@ -1,6 +1,5 @@
 """Run ops of linear attention from a source, and compare them with the plan in float64."""
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unsu
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
-from attnlab.kernels.binding import Arguments, evaluate, new_empty_is_scratch, passed
+from attnlab.kernels.binding import Arguments, evaluate, new_empty_is_scratch, passed, taken
 from attnlab.kernels.plugin import contained, source_function, text_of
 from attnlab.kernels.triton.interpreter import interpreting
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
@@ -148,7 +147,10 @@ class SourceRunner:
 
 def _arguments(function: Callable[..., Any], call: StateCall, names: _Names) -> Arguments:
     """Return the arguments of the op, of those that its record has."""
-    known = inspect.signature(function).parameters
+    known = taken(function)
+    lacking = [one for one in call.op.parameters(*call.options) if one not in known]
+    if lacking:
+        raise Unsupported(f"{call.op.python_name} of this source has no argument {lacking[0]}")
     texts = {name: text for name, text in call.op.arguments.items() if name in known}
     given = {name: evaluate(text, names) for name, text in texts.items()}
     return passed(function, given, call.op.name)

@@ -28,6 +28,10 @@ class StateCall:
       without a sequence hold larger numbers.
     - ``state_indices``: [num_seqs] int32, or [num_seqs, spec_tokens]; -1 for a skipped sequence.
     - ``num_accepted_tokens``: [num_seqs] int32, or None. ``has_initial``: [num_seqs] bool.
+    - ``state_v_first``: the op gets and returns states as ``states``; without it, keys come first.
+    - ``reverse``: rows are numbered from the last token of a sequence to its first; the op gets the rows in
+      ``order``.
+    - ``options``: as of :class:`StateCase`.
     """
 
     op: StateOp
@@ -47,11 +51,15 @@ class StateCall:
     passes_initial: bool
     scale: float
     use_norm: bool
+    gate_dtype: torch.dtype
+    state_v_first: bool
+    reverse: bool
+    options: tuple[str, ...]
 
     @cached_property
     def gate(self) -> torch.Tensor:
-        """Return the gate as a layer passes it, float32, in the shape of ``a``."""
-        return self.exact_gate.float()
+        """Return the gate as a layer passes it, in ``gate_dtype``, in the shape of ``a``."""
+        return self.exact_gate.to(self.gate_dtype)
 
     @cached_property
     def exact_gate(self) -> torch.Tensor:
@@ -91,6 +99,13 @@ class StateCall:
         return (
             torch.searchsorted(self.chunk_seqs, torch.arange(self.num_seqs), right=True) - 1
         ).int()
+
+    @property
+    def order(self) -> torch.Tensor:
+        """Return the rows in the order in which the op gets them, [tokens] int64; it is its own inverse."""
+        step = -1 if self.reverse else 1
+        rows = (row for seq in range(self.num_seqs) for row in self.rows_of(seq)[::step])
+        return torch.tensor([*rows], dtype=torch.int64)
 
     @property
     def num_seqs(self) -> int:
@@ -170,6 +185,10 @@ def make_call(case: StateCase) -> StateCall:
         passes_initial=case.initial != "none",
         scale=1.0 if not op.scales else key_size**-0.5 if case.scale is None else case.scale,
         use_norm=case.use_norm,
+        gate_dtype=FORMATS[case.gate_dtype].dtype,
+        state_v_first=case.state_v_first,
+        reverse=case.reverse,
+        options=case.options,
     )
 
 

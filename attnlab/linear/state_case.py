@@ -16,6 +16,7 @@ from attnlab.library.op import Op, StateOp, libraries, state_ops_of
 STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
 # Every op by name. OPS gets the records of users' libraries later.
 RECORDS: Mapping[str, Op | StateOp] = ChainMap[str, Any](OPS, STATE_OPS)
+_OPTIONS = ("state_v_first", "reverse")
 _GATES = {
     "usual": "half of a state is left after some tokens",
     "none": "states do not decay",
@@ -48,6 +49,9 @@ class StateCase(Declared):
         "which sequences have a state before the call; some: every second has none",
     )
     skipped: int = _lengths(0, Int(0, 64), "sequences at the end with slot -1")
+    reverse: bool = _lengths(
+        False, Flag(), "the last token comes first; rows are numbered in this order"
+    )
     spec_tokens: int = _lengths(
         0, Int(0, 16), "slots of each sequence in a speculative decode, 0 for none"
     )
@@ -55,6 +59,10 @@ class StateCase(Declared):
     scale: float | None = _data(None, Maybe(Number(), "head_k_dim ** -0.5"), "scale of the output")
     use_norm: bool = _data(True, Flag(), "the op normalises queries and keys")
     dtype: str = _data("bfloat16", OneOf(tuple(DTYPE_BYTES)), "dtype of queries, keys and values")
+    gate_dtype: str = _data(
+        "float32", OneOf(("float32", "bfloat16", "float16")), "dtype of the gates that are passed"
+    )
+    state_v_first: bool = _data(False, Flag(), "states are passed as [value_size, key_size]")
     state_dtype: str = _data("float32", OneOf(tuple(DTYPE_BYTES)), "dtype of the states")
     seed: int = _data(0, Int(0), "seed of the data")
     platform: str = _data("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
@@ -64,6 +72,8 @@ class StateCase(Declared):
         yield "dtype", self.dtype not in op.dtypes, f"{' or '.join(op.dtypes)} {of_op}"
         allowed = op.state_dtypes
         yield "state_dtype", self.state_dtype not in allowed, f"{' or '.join(allowed)} {of_op}"
+        gates = op.gate_dtypes
+        yield "gate_dtype", self.gate_dtype not in gates, f"{' or '.join(gates)} {of_op}"
         is_uneven = self.num_v_heads % self.num_k_heads > 0
         yield "num_v_heads", is_uneven, f"a multiple of num_k_heads ({self.num_k_heads})"
         is_group = self.num_v_heads > self.num_k_heads and not op.groups
@@ -83,6 +93,13 @@ class StateCase(Declared):
         many = op.slots and max(lens) > max(1, self.spec_tokens)
         yield "query_lens", many, f"at most spec_tokens ({self.spec_tokens}), or 1, {of_op}"
         yield "query_lens", not any(lens), "above 0 for at least one sequence"
+        for name in self.options:
+            yield name, not op.parameters(name), f"the default {of_op}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the options that the case sets; the arguments of an op's record name those that it has."""
+        return tuple(name for name in _OPTIONS if getattr(self, name))
 
     @property
     def record(self) -> StateOp:
@@ -107,6 +124,12 @@ _PREFILLS: dict[str, dict[str, Any]] = {
     "values of other width than keys": {"query_lens": (70, 5), "head_v_dim": 32},
     "keys of more elements than a tile": {"query_lens": (70, 5), "head_k_dim": 128},
     "sizes that are not powers of two": {"query_lens": (70,), "head_k_dim": 24, "head_v_dim": 40},
+    "from the last token to the first": {"query_lens": (40, 0, 7), "reverse": True},
+    "from the last token to the first, without states before the call": {
+        "query_lens": (9, 2),
+        "reverse": True,
+        "initial": "none",
+    },
 }
 _DECODES: dict[str, dict[str, Any]] = {
     "one token of each sequence": {"query_lens": (1, 1, 1, 1)},
@@ -135,6 +158,13 @@ _BOTH: dict[str, dict[str, Any]] = {
     "several value heads of one key head": {"num_k_heads": 2, "num_v_heads": 6},
     "queries and keys as they are": {"use_norm": False},
     "another scale": {"scale": 0.7},
+    "gates in bfloat16": {"gate_dtype": "bfloat16"},
+    "gates in float16": {"gate_dtype": "float16", "dtype": "float32"},
+    "states with the values first": {"state_v_first": True},
+    "states with the values first, of other width than keys": {
+        "state_v_first": True,
+        "head_v_dim": 32,
+    },
     "float16": {"dtype": "float16"},
     "float32": {"dtype": "float32"},
 }

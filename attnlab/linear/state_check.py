@@ -338,7 +338,8 @@ def check_op(op: StateOp, source: Source, platform: str = "sm_90") -> OpResult:
         elif isinstance(found, KernelFailed):
             failures.setdefault(str(found), []).append((reason, case))
         elif isinstance(found, Unavailable):
-            result.not_run.append(f"{op.name}, {reason}: {found}")
+            lines = result.left_out if isinstance(found, Unsupported) else result.not_run
+            lines.append(f"{op.name}, {reason}: {found}")
             continue
         else:
             result.left_out.append(f"{op.name}, {reason}: {found}")

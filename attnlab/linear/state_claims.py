@@ -604,7 +604,7 @@ def weight_facts(weights: StateWeights) -> Iterator[str]:
     yield from dict.fromkeys(f"rows read {kind}" for _, _, kind in read_slots(weights))
     wrong = weights.deviation.output > 1
     of_tokens, of_states = wrong[..., :tokens].any(), wrong[..., tokens:].any()
-    if bool(of_tokens) and not bool(of_states):
+    if bool(of_tokens) and not bool(of_states) and bool((call.loads >= 0).any()):
         yield "only weights of tokens are wrong, not those of the states before the call"
     if bool(of_states) and not bool(of_tokens):
         yield "only weights of the states before the call are wrong, not those of tokens"

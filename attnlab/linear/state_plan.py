@@ -463,6 +463,7 @@ _NEIGHBOURS: dict[str, Callable[[int, int], int]] = {
     "the next token": lambda i, count: min(i + 1, count - 1),
     "the token before": lambda i, count: max(i - 1, 0),
     "the first token of its sequence": lambda i, count: 0,
+    "the token as far from the other end of its sequence": lambda i, count: count - 1 - i,
 }
 
 
@@ -669,9 +670,9 @@ def _stored_less(plan: StatePlan, count: Callable[[int], int]) -> StatePlan:
 
 
 def _transposed(call: StateCall, plan: StatePlan) -> StatePlan:
-    values, keys = plan.states.shape[-2:]
-    if values == keys:
-        return plan.replace(read_states=plan.states.mT)
+    *lead, values, keys = plan.states.shape
+    if call.state_v_first:
+        return plan.replace(read_states=plan.states.reshape(*lead, keys, values).mT)
     return plan.replace(read_states=plan.states.mT.reshape(plan.states.shape))
 
 

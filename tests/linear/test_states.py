@@ -42,13 +42,17 @@ import triton.language as tl
 @triton.jit
 def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.constexpr,
            K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-           HAS_STATE: tl.constexpr, NORM: tl.constexpr, PAD: tl.constexpr):
+           HAS_STATE: tl.constexpr, NORM: tl.constexpr, V_FIRST: tl.constexpr, PAD: tl.constexpr):
     n, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(starts + n), tl.load(starts + n + 1)
     at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = at_k < K, at_v < V
     inside = in_k[:, None] & in_v[None, :]
-    place = (n * HV + head) * K * V + at_k[:, None] * V + at_v[None, :]
+    place = (n * HV + head) * K * V
+    if V_FIRST:
+        place += at_k[:, None] + at_v[None, :] * K
+    else:
+        place += at_k[:, None] * V + at_v[None, :]
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_STATE:
         state += tl.load(h0 + place, mask=inside, other=0.0)
@@ -61,7 +65,7 @@ def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.c
         if NORM:
             query = query / tl.sqrt(tl.sum(query * query) + 1e-6)
             key = key / tl.sqrt(tl.sum(key * key) + 1e-6)
-        state *= tl.exp(tl.load(g + row * HV + head))
+        state *= tl.exp(tl.load(g + row * HV + head).to(tl.float32))
         held = tl.sum(state * key[:, None], 0)
         new = (value - held) * tl.load(beta + row * HV + head).to(tl.float32)
         state += key[:, None] * new[None, :]
@@ -71,16 +75,17 @@ def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.c
 
 
 def fused_recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
-                                     use_qk_l2norm_in_kernel, cu_seqlens):
+                                     use_qk_l2norm_in_kernel, cu_seqlens, state_v_first=False):
     n, (heads, size), values = len(cu_seqlens) - 1, k.shape[2:], v.shape[2:]
     if size > 128:
         raise ValueError("keys must have at most 128 elements")
     o = torch.empty_like(v)
-    final = torch.empty(n, values[0], size, values[1])
+    shape = (values[1], size) if state_v_first else (size, values[1])
+    final = torch.empty(n, values[0], *shape)
     kernel[(n, values[0])](
         q, k, v, g, beta, initial_state, final, o, cu_seqlens, scale, heads, values[0], size,
         values[1], triton.next_power_of_2(size), triton.next_power_of_2(values[1]),
-        initial_state is not None, use_qk_l2norm_in_kernel,
+        initial_state is not None, use_qk_l2norm_in_kernel, state_v_first,
     )
     return o, final
 """
@@ -311,6 +316,11 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ("state *= tl.exp(", "state *= tl.exp2(", "exp2 is used in place of exp"),
         ("(value - held)", "(value)", "is not subtracted from the value"),
         ("place = (n * HV", "place = ((n ^ 1) * HV", None),
+        (
+            "tl.load(h0 + place",
+            "tl.load(h0 + (n * HV + head) * K * V + at_k[:, None] * V + at_v[None, :]",
+            "have keys and values exchanged",
+        ),
         ("head // (HV // H)", "head % H", "modulo the number of key heads"),
         ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
         ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
@@ -322,9 +332,19 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         ),
         ("        tl.store(o", "        if i < 4:\n            tl.store(o", "that of token 4"),
     ],
-    ids=["exp2", "held", "place", "heads", "last token", "outside", "after the end", "unwritten"],
+    ids=[
+        "exp2",
+        "held",
+        "place",
+        "layout",
+        "heads",
+        "last token",
+        "outside",
+        "after the end",
+        "unwritten",
+    ],
 )
-@pytest.mark.quick("exp2", "heads", "outside", "unwritten")
+@pytest.mark.quick("exp2", "layout", "heads", "outside", "unwritten")
 def test_a_planted_fault_is_described(tmp_path, before, after, words):
     assert before in KERNEL
     found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings
@@ -394,6 +414,11 @@ def test_limits_and_failures(tmp_path):
     found = check_op(OP, source_of(tmp_path / "b", KERNEL.replace("size > 128", "size > 16")))
     assert any("at most 128" in text for text in found.left_out)
     assert found.findings == []
+    text = KERNEL.replace(", state_v_first=False", "").replace("state_v_first", "False")
+    found = check_op(OP, source_of(tmp_path / "c", text))
+    lacking = [text for text in found.left_out if "has no argument state_v_first" in text]
+    assert len(lacking) == len(variants_of(OP)) - found.ran == 2
+    assert found.findings == found.not_run == []
 
 
 def test_a_gpu_of_the_machine_is_not_used(tmp_path, monkeypatch):
@@ -430,37 +455,45 @@ import torch
 
 
 def fused_recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
-                               output_final_state=False, cu_seqlens=None):
-    assert g is None
+                               output_final_state=False, reverse=False, state_v_first=False, cu_seqlens=None):
+    assert (g is None) != (g_gamma is None)
+    gates = g[0].float() if g_gamma is None else g_gamma.expand(v.shape[1:3])
     out, final = torch.empty_like(v), []
     for seq, (first, end) in enumerate(cu_seqlens.unfold(0, 2, 1).tolist()):
         heads, size, width = *q.shape[2:], v.shape[3]
-        state = torch.zeros(heads, size, width) if initial_state is None else initial_state[seq].float()
-        for row in range(first, end):
+        state = torch.zeros(heads, size, width)
+        if initial_state is not None:
+            state = initial_state[seq].mT if state_v_first else initial_state[seq]
+        rows = [*range(first, end)[:: -1 if reverse else 1]]
+        for row, gate in zip(rows, gates[rows]):
             key, value, query = (one[0, row].float() for one in (k, v, q))
-            state = state * g_gamma.exp()[:, None, None] + key[:, :, None] * value[:, None]
+            state = state * gate.exp()[:, None, None] + key[:, :, None] * value[:, None]
             out[0, row] = (torch.einsum("hkv,hk->hv", state, query) * scale).to(out.dtype)
-        final.append(state)
+        final.append(state.mT if state_v_first else state)
     return out, torch.stack(final)
 """
 
 
 @pytest.mark.parametrize(
-    ("after", "words"),
+    ("name", "before", "after", "words"),
     [
-        ("g_gamma.exp()", None),
-        ("g_gamma[:1].exp()", "all value heads take the gate of the first"),
-        ("torch.exp2(g_gamma)", "exp2 is used in place of exp"),
-        ("g_gamma.new_ones(heads)", "the gate is missing"),
+        ("_constant", "", "", None),
+        ("_constant", "gate.exp()", "gate[:1].exp()", "all value heads take the gate of the first"),
+        ("_constant", "gate.exp()", "torch.exp2(gate)", "exp2 is used in place of exp"),
+        ("_constant", "gate.exp()", "gate.new_ones(heads)", "the gate is missing"),
+        ("", "", "", None),
+        ("", "gates[rows]", "gates[first:end]", "as far from the other end of its sequence"),
+        ("", "g[0].float()", "g[0]", ""),
     ],
-    ids=["right", "head 0", "exp2", "no gate"],
+    ids=["right", "head 0", "exp2", "no gate", "each token", "reverse", "16 bits"],
 )
-def test_a_constant_gate_is_given(tmp_path, after, words):
-    """A fault of the argument g_gamma is found; the op with a gate for each token has no such argument."""
+def test_all_kinds_of_gates_are_given(tmp_path, name, before, after, words):
+    """Faults that a constant gate, a walk from the last token, or gates in 16 bits alone show are found."""
     file = tmp_path / "fla" / "ops" / "simple_gla" / "fused_recurrent.py"
     file.parent.mkdir(parents=True)
-    file.write_text(CONSTANT.replace("g_gamma.exp()", after))
-    op = STATE_OPS["fla_fused_recurrent_simple_gla_constant"]
+    assert before in CONSTANT
+    file.write_text(CONSTANT.replace(before, after) if before else CONSTANT)
+    op = STATE_OPS[f"fla_fused_recurrent_simple_gla{name}"]
     found = check_op(op, find_source(tmp_path, package_of("fla")))
     assert found.ran == len(variants_of(op)) > 10
     assert bool(found.findings) == (words is not None)
