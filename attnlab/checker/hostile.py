@@ -74,7 +74,7 @@ def _splitting(op: Op) -> bool:
 
 
 _TABLES = tomllib.loads((files(__package__) / "variants.toml").read_text(encoding="utf-8"))
-_SORTS = {"scoring": _scoring, "splitting": _splitting}
+_SORTS = {"scoring": _scoring, "splitting": _splitting, "merging": lambda op: op.merges}
 _ROW = re.compile(r"(?:\[([^]]*)\])?(.*)")
 
 
@@ -138,6 +138,7 @@ ARGUMENT_VARIANTS = (
         for name, one in MASKS.items()
         if name != CAUSAL and name not in {variant.fields.get("mask") for variant in _STATED}
     ),
+    *_table("further"),
 )
 
 
