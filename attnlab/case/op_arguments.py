@@ -246,7 +246,7 @@ _ALL = (
         name="gaps",
         ops=tuple(name for name, op in OPS.items() if op.strides),
         summary="every stride that the kernels use is larger than that of a contiguous tensor; that of "
-        "new values differs from that of new keys",
+        "values differs from that of keys",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(

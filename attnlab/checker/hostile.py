@@ -87,7 +87,12 @@ def _partitioned(op: Op) -> bool:
 
 
 _TABLES = tomllib.loads((files(__package__) / "variants.toml").read_text(encoding="utf-8"))
-_SORTS = {"scoring": _scoring, "splitting": _splitting, "partitioned": _partitioned}
+_SORTS = {
+    "scoring": _scoring,
+    "splitting": _splitting,
+    "partitioned": _partitioned,
+    "merging": lambda op: op.merges,
+}
 _ROW = re.compile(r"(?:\[([^]]*)\])?(.*)")
 
 
@@ -157,6 +162,7 @@ ARGUMENT_VARIANTS = (
         for name, one in MASKS.items()
         if name != CAUSAL and name not in {variant.fields.get("mask") for variant in _STATED}
     ),
+    *_table("further"),
 )
 
 

@@ -179,7 +179,11 @@ class Partials:
 
 
 def partials(call: KernelCall, target: Target) -> Partials:
-    """Return the two parts of a call, on its device."""
+    """Return the two parts of a call, on its device: keys of its context, and of its new tokens.
+
+    In a padded call, of four rows without a context two are prefix alone, so that they have no suffix. Rows
+    after the last one with a context are not, because a caller may state that they are suffix alone.
+    """
     tokens, heads, _ = call.query.shape
     outputs = [torch.zeros_like(call.query) for _ in range(2)]
     sums = [
@@ -195,6 +199,12 @@ def partials(call: KernelCall, target: Target) -> Partials:
             outputs, sums, (context, new_tokens), (0, ctx_len), strict=True
         ):
             output[rows], lse[:, rows] = _attend(call, target, rows, key, value, first, ctx_len)
+    if call.padding:
+        row = torch.arange(tokens, device=call.query.device)
+        has_prefix = (sums[0] > -torch.inf).any(0)
+        moved = ~has_prefix & (row < row.masked_fill(~has_prefix, 0).max()) & (row % 4 < 2)
+        outputs = [torch.where(moved[:, None, None], outputs[1 - i], outputs[i]) for i in (0, 1)]
+        sums = [torch.where(moved, sums[1 - i], sums[i]) for i in (0, 1)]
     return Partials(
         prefix_output=outputs[0],
         prefix_lse=sums[0],

@@ -83,6 +83,7 @@ FILL_KV_CACHE = _op(
         **QUANTISED,
     },
     result="written_cache(k_caches, v_caches)",
+    strides={"k_states": 2, "v_states": 2, "k_caches": 4, "v_caches": 4, "block_offsets": 2},
     left_out=LEFT_OUT,
     contract={"block_sizes": (16, 32, 64, 128, 256)},
     scores=False,

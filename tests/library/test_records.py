@@ -4,15 +4,18 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable, Unsupported
-from attnlab.case.ops import OPS
+from attnlab.case.op_arguments import OP_ARGUMENTS
+from attnlab.case.ops import OPS, WRITE
 from attnlab.checker.check import check
 from attnlab.contracts.contract import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, bind, evaluate
+from attnlab.kernels.vllm.op_arguments import _other_strides
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import Rounding
 from attnlab.library.op import Op, libraries, ops_of, package_of
@@ -67,6 +70,35 @@ def test_each_argument_of_a_record_has_a_value(name):
     names = arguments_of(call, target).keys()
     assert names <= op.arguments.keys()
     assert {*op.strides} - names <= {"k_scale_cache", "v_scale_cache"}
+
+
+STRIDED = [name for name in OP_ARGUMENTS["gaps"].ops if not OPS[name].merges]
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_values_have_other_strides_than_keys(name):
+    """With equal ones, a kernel that takes the stride of the other would be right."""
+    op = OPS[name]
+    call, target = call_of(op)
+    case = Case(op=name, backend=op.backends[0], query_lens=(1,), ctx_lens=(0,))
+    given = _other_strides(case, arguments_of(call, target))
+    keys = [one for one in given if one.split("_")[0] in ("k", "key") and "scale" not in one]
+    assert keys
+    for one in keys:
+        if one == "key_cache" and name == WRITE:  # the argument spaced_values has those
+            continue
+        other = one.replace("key", "value", 1) if "key" in one else one.replace("k", "v", 1)
+        used = max(op.strides[one] - 1, 1)
+        pairs = [*zip(given[one].stride(), given[other].stride(), strict=False)]
+        assert all(a != b for a, b in pairs[:used]), one
+
+
+def test_a_block_table_has_columns_with_gaps():
+    call, target = call_of(OPS["lmdeploy_fill_kv_cache"])
+    case = Case(op=call.op, backend="library:lmdeploy", query_lens=(1,), ctx_lens=(0,))
+    table = _other_strides(case, arguments_of(call, target))["block_offsets"]
+    assert table.stride(1) == 2
+    assert torch.equal(table, call.block_table)
 
 
 def test_a_planted_name_is_not_known():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.plugins import faults_of
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
@@ -14,6 +15,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS
 from attnlab.checker.check import check, release_plan
 from attnlab.checker.finding import Finding
+from attnlab.checker.hostile import DEFAULT_CASES, hostile_cases
 from attnlab.checker.releases import check_releases, releases_of
 from attnlab.contracts.contract import Target
 from attnlab.diagnosis.divisions import divisions
@@ -125,6 +127,95 @@ def test_a_tree_is_a_mask_of_bytes(op, first):
         Case(op=op, backend="library:sglang", query_lens=(5,), ctx_lens=(9,), mask="tree")
     )
     assert set(drawn.qq_bias.unique().tolist()) == {0.0, -torch.inf}
+
+
+MERGE_TEXT = """
+def merge_state_triton(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse):
+    prefix = prefix_lse.masked_fill(prefix_lse.isposinf(), -float("inf"))
+    suffix = suffix_lse.masked_fill({tested}.isposinf(), -float("inf"))
+    output_lse.copy_(prefix.logaddexp(suffix))
+    parts = ((prefix, prefix_output), (suffix, suffix_output))
+    output.copy_(sum((lse - output_lse).exp()[..., None] * one for lse, one in parts))
+"""
+
+
+def hostile(root: Path, op: str, **fields) -> list[tuple[Case, list[Finding]]]:
+    """Return the hostile Cases with some fields, and the faults that each shows."""
+    backend = find_backend("library:sglang", root)
+    cases = [*hostile_cases(backend, op, "sm_90", DEFAULT_CASES, 0)]
+    kept = [one for one in cases if all(getattr(one, k) == v for k, v in fields.items())]
+    return [(one, faults_of(backend, one)) for one in kept]
+
+
+@needs_triton
+def test_parts_without_keys_have_both_infinities(tmp_path):
+    """A suffix of +inf that is not replaced makes the output NaN."""
+    lens = {"query_lens": (3, 3, 1), "ctx_lens": (0, 0, 20)}
+    for tested, is_right in (("suffix_lse", True), ("prefix_lse", False)):
+        root = sglang(tmp_path / tested)
+        file = root / "sglang/kernels/ops/attention/merge_state.py"
+        file.write_text(MERGE_TEXT.replace("{tested}", tested))
+        ((case, found),) = hostile(root, "sglang_merge_state", **lens)
+        assert (found == []) == is_right, found
+    given = arguments_of(Lab().call(case), Target.of(case))
+    for name in ("prefix_lse", "suffix_lse"):
+        infinities = given[name][:6, 0][given[name][:6, 0].isinf()].tolist()
+        assert sorted({*infinities}) == [-torch.inf, torch.inf]
+
+
+@needs_triton
+def test_a_scale_that_multiplies_earlier_tiles_again_shows(tmp_path):
+    """It needs a context of several tiles of 64 keys, and a scale that is not 1."""
+    again = (
+        "value[: len(old) - (len(old) - 1) % 64 - 1] *= v_scale\n        at = torch.arange(len(old)"
+    )
+    for fault in ("", again):
+        root = sglang(tmp_path / str(len(fault)))
+        file = root / "sglang/kernels/ops/attention/extend_attention.py"
+        text = file.read_text()
+        file.write_text(text.replace("at = torch.arange(len(old)", fault, 1) if fault else text)
+        ((_, found),) = hostile(root, EXTEND, ctx_lens=(70, 140), is_fp8=True)
+        assert bool(found) == bool(fault)
+
+
+@needs_triton
+def test_parts_that_tiles_do_not_divide_show_hidden_keys(tmp_path):
+    """Keys of the next part, in the last tile of a part, count with a score of 0."""
+    usual, tiles = "min(first + size, n)", "min(first + -(-size // 64) * 64, n)"
+    for end in (usual, tiles):
+        root = sglang(tmp_path / str(len(end)))
+        file = root / "sglang/kernels/ops/attention/decode_attention.py"
+        file.write_text(DECODE_TEXT.replace(usual, end))
+        lens = {"num_splits": 2, "ctx_lens": (60, 150), "num_queries_per_kv": 1}
+        ((_, found),) = hostile(root, DECODE, **lens)
+        assert bool(found) == (end == tiles)
+
+
+# Parts of a multiple of 32 keys; the hidden keys of the last tile of 64 have score and value 0.
+DECODE_TEXT = """
+import torch
+
+def decode_attention_fwd(q, k_buffer, v_buffer, o, kv_indptr, kv_indices, attn_logits, attn_lse,
+                         num_kv_splits, max_kv_splits, sm_scale, k_scale, v_scale, logit_cap=0.0):
+    for i in range(len(q)):
+        slots = kv_indices[kv_indptr[i] : kv_indptr[i + 1]].long()
+        n, splits = len(slots), int(num_kv_splits[i])
+        size = -(-(-(-n // splits)) // 32) * 32
+        parts = []
+        for first in range(0, n, size):
+            own = slots[first : first + size]
+            group = q.shape[1] // k_buffer.shape[1]
+            key, value = (one[own].float().repeat_interleave(group, 1) for one in (k_buffer, v_buffer))
+            scores = torch.einsum("hd,khd->hk", q[i].float(), key * k_scale) * sm_scale
+            if logit_cap:
+                scores = logit_cap * torch.tanh(scores / logit_cap)
+            ghosts = min(first + size, n) - first - len(own)
+            scores = torch.cat([scores, scores.new_zeros(len(scores), ghosts)], 1)
+            weights = scores.softmax(-1)[:, : len(own)]
+            parts.append((scores.logsumexp(-1), torch.einsum("hk,khd->hd", weights, value) * v_scale))
+        lse = torch.stack([one for one, _ in parts]).softmax(0)[..., None]
+        o[i] = (lse * torch.stack([one for _, one in parts])).sum(0).to(o.dtype)
+"""
 
 
 def test_only_masks_of_the_record_are_taken():

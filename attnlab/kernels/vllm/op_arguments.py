@@ -20,6 +20,7 @@ from attnlab.case.ops import MERGE
 from attnlab.kernels.model import written_cache
 from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.loader import Loader
+from attnlab.library.op import names_in
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.quantised import (
@@ -330,10 +331,18 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
     return {"prefill_tokens_with_context": count, "prefix_output": prefix, "prefix_lse": lse}
 
 
+_VALUE_CACHES = {"value_cache", "flash_value_cache", "flat_values"}
+
+
 def _other_strides(case: Case, given: Arguments) -> Arguments:
-    """Pass tensors with gaps; those of new values differ from those of new keys, which a rotation copies."""
+    """Pass tensors with gaps; those of values differ from those of keys.
+
+    Caches of an op that has the argument spaced_values do not: that argument shows alone what they show.
+    """
+    is_apart = case.op in OP_ARGUMENTS["spaced_values"].ops
+    values = {"value"} if is_apart else {"value"} | _VALUE_CACHES
     return {
-        name: with_gaps(given[name], used, 2 if case.spec.arguments[name] == "value" else 1)
+        name: with_gaps(given[name], used, 2 if values & names_in(case.spec.arguments[name]) else 1)
         for name, used in case.spec.strides.items()
         if isinstance(given.get(name), torch.Tensor)
     }
