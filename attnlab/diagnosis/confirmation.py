@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
 from attnlab.diagnosis.address_rules import FAMILY, address_defects
-from attnlab.diagnosis.candidates import ENOUGH, Candidate, fit
+from attnlab.diagnosis.candidates import CLEAR, ENOUGH, Candidate, fit
 from attnlab.diagnosis.claims import ConfirmedRule, FeatureClaim
 from attnlab.diagnosis.decision import (
     NEVER_WRITTEN,
@@ -69,8 +69,8 @@ def with_second_cases(
     of_decodes = Counter[str]()
     for other in (*cases_of(case), with_other_numbers(case)):
         left = [one for one in diagnosis.explanations if one.name not in _SHOWN_BY_RERUNS]
-        has_same_lengths = other is None or other.lengths == case.lengths
-        if not left or other is None or (has_same_lengths and all(cases[o.name] for o in left)):
+        has_same_sizes = other is None or _sizes(other) == _sizes(case)
+        if not left or other is None or (has_same_sizes and all(cases[o.name] for o in left)):
             break
         known = with_contents(
             other, output_init="recycled"
@@ -104,6 +104,10 @@ def with_second_cases(
         )
     is_of_decodes = case.spec.prefill and not has_prefill
     return _with_cases(diagnosis, cases, of_decodes if is_of_decodes else None)
+
+
+def _sizes(case: Case) -> tuple[Lengths, int]:
+    return case.lengths, case.sliding_window
 
 
 def _has_another(lab: Lab, case: Case, other: Case, rerun: Rerun, changes: dict[str, Any]) -> bool:
@@ -185,7 +189,14 @@ def is_hidden(problem: Problem, defect: Defect) -> bool:
 
 def _changes_text(case: Case, other: Case) -> str:
     """Return the changed fields of another case that matter to a reader."""
-    names: Iterable[str] = ("query_lens", "ctx_lens", "sm_scale", "k_scale", "v_scale")
+    names: Iterable[str] = (
+        "query_lens",
+        "ctx_lens",
+        "sliding_window",
+        "sm_scale",
+        "k_scale",
+        "v_scale",
+    )
     return ", ".join(
         f"{name}={getattr(other, name)}"
         for name in names
@@ -262,8 +273,13 @@ def _is_right_without(lab: Lab, case: Case, changes: dict[str, Any]) -> bool:
 
 
 def with_features(lab: Lab, case: Case, diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis with the features that the fault needs, if nothing else describes it."""
+    """Return the diagnosis with the features that the fault needs, if nothing else describes it.
+
+    An error near its bound may be hidden without a feature, because the bound is larger there.
+    """
     if diagnosis.status != "unexplained" or not diagnosis.wrong_rows:
+        return diagnosis
+    if diagnosis.largest_in_bounds is not None and diagnosis.largest_in_bounds <= CLEAR:
         return diagnosis
     claim = confirmed_features(lab, case)
     if claim is None:

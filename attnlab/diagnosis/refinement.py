@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,7 @@ def confirmed_weights(
             return DescribedWeights(
                 description=description,
                 cases=cases,
-                only_decodes=only_decodes,
+                only_decodes=only_decodes and case.spec.prefill,
                 right_decodes=right_decodes,
             )
     return None
@@ -203,34 +203,40 @@ def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> P
 
     A claim from decodes alone is confirmed on decodes, and says so.
     """
-    claim, cases = claim_of_examination(first), 0
+    claim = claim_of_examination(first)
     others = (_as(one, case) for one in (*further_cases(case), *few_sequences(case)))
     if claim is None or not claim.is_rule:
         return None
     if claim.only_decodes:
         others = (one for one in others if max(one.lengths.query_lens) <= 1)
-    for _, _, found in examined(lab, others, rerun, describes=True):
-        claim, is_decisive = compared(found, claim)
-        cases += is_decisive
-        if claim is None or not claim.is_rule:
-            return None
-    claim = _confirmed_at_edges(lab, case, claim, rerun)
-    return claim if claim is not None and claim.is_rule and cases else None
+    more, seen = examined(lab, others, rerun, describes=True), list[Examination]()
 
+    def outputs() -> Iterator[Examination]:
+        yield from tuple(seen)
+        for *_, one in more:
+            seen.append(one)
+            yield one
 
-def _confirmed_at_edges(
-    lab: Lab, case: Case, claim: PatternClaim | None, rerun: Rerun
-) -> PatternClaim | None:
-    """Return the claim without limits of lengths that sequences just at the limit contradict."""
-    while claim is not None and claim.sequences and (limit := _limit_of(claim.sequences[0])):
-        other, left = edge_case(case, limit), None
-        others = [] if other is None else [_as(other, case)]
-        for _, _, found in examined(lab, others, rerun, describes=True):
-            left, _ = compared(found, claim)
-        if left is not None and left.sequences[:1] == claim.sequences[:1]:
-            return left
+    while True:
+        cases = 0
+        for found in outputs():
+            claim, is_decisive = compared(found, claim)
+            cases += is_decisive
+            if claim is None or not claim.is_rule:
+                return None
+        limit = _limit_of(claim.sequences[0]) if claim.sequences else None
+        if limit is None or _holds_at_edge(lab, case, claim, limit, rerun):
+            return claim if cases else None
         claim = dataclasses.replace(claim, sequences=claim.sequences[1:])
-    return claim
+
+
+def _holds_at_edge(lab: Lab, case: Case, claim: PatternClaim, limit: int, rerun: Rerun) -> bool:
+    """Answer whether sequences just at the limit of lengths that a claim states do not contradict it."""
+    other, left = edge_case(case, limit), None
+    others = [] if other is None else [_as(other, case)]
+    for _, _, found in examined(lab, others, rerun, describes=True):
+        left, _ = compared(found, claim)
+    return left is not None and left.sequences[:1] == claim.sequences[:1]
 
 
 def _limit_of(rule: str) -> int | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.cases import hostile
 from helpers.faulty_labs import FaultyLab
+from helpers.tiled_attention import tiled_attention
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
@@ -142,6 +143,19 @@ def test_a_pattern_that_one_further_case_contradicts_is_not_stated():
         output[:, 1 if case == MIXED else 2] = 1.0
 
     assert claim_of(MIXED, spoil) is None
+
+
+def test_a_rule_that_is_left_without_a_limit_must_hold_in_all_cases():
+    """A fault beyond 1,200 tokens is not one beyond 1,024; the long sequence is not wrong by its place."""
+    lengths = {"query_lens": (1, 1), "ctx_lens": (1363, 20)}
+    case = hostile(op="aiter_pa_decode", backend="library:aiter", **lengths, **SMALL)
+
+    def spoil(case: Case, call: KernelCall) -> None:
+        call.output[torch.tensor(case.lengths.seq_lens) > 1200] = 1.0
+
+    lab = FaultyLab(kernel=lambda _, call: tiled_attention(call), spoil=spoil)
+    first = examine(Lab(), case, lab.output(case), ())
+    assert confirmed_claim(Lab(), case, first, lab.output) is None
 
 
 @pytest.mark.parametrize(("limit", "holds"), [(64, True), (97, False)])
