@@ -147,8 +147,8 @@ def test_a_pattern_that_one_further_case_contradicts_is_not_stated():
 
 def test_a_rule_that_is_left_without_a_limit_must_hold_in_all_cases():
     """A fault beyond 1,200 tokens is not one beyond 1,024; the long sequence is not wrong by its place."""
-    lengths = {"query_lens": (1, 1), "ctx_lens": (1363, 20)}
-    case = hostile(op="aiter_pa_decode", backend="library:aiter", **lengths, **SMALL)
+    fields = {**SMALL, "platform": "gfx942", "query_lens": (1, 1), "ctx_lens": (1363, 20)}
+    case = hostile(op="aiter_pa_decode", backend="library:aiter", **fields)
 
     def spoil(case: Case, call: KernelCall) -> None:
         call.output[torch.tensor(case.lengths.seq_lens) > 1200] = 1.0
