@@ -66,7 +66,12 @@ FWD_DECODE = _op(
     module="fwd_decode",
     python_name="attention_forward_decode_triton_impl",
     arguments={
-        **{"q": "query[:, None]", "out": "output[:, None]", "sm_scale": "scale", "causal": "causal"},
+        **{
+            "q": "query[:, None]",
+            "out": "output[:, None]",
+            "sm_scale": "scale",
+            "causal": "causal",
+        },
         **{"k_cache": "flash_key_cache", "v_cache": "flash_value_cache"},
         **{"k_new": "None", "v_new": "None", "cache_batch_idx": "None", "layout": "'bshd'"},
         "softmax_lse": "float32[seqs, heads, 1]",
