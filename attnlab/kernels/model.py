@@ -30,7 +30,7 @@ from attnlab.contracts.slot_states import as_read, cached_lens, default_scale, g
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, counted
 from attnlab.tensors.cache import garbage, interleaved, to_flash
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.formats import ElementFormat, read_format
+from attnlab.tensors.formats import ElementFormat, on_levels, read_format
 from attnlab.tensors.visibility import SequenceMask
 
 # Read a paged cache as the kernels do: by a sequence's row of the block table.
@@ -143,12 +143,21 @@ def as_output(call: KernelCall, target: Target) -> torch.Tensor:
     return written_cache(*(t.view(dtype) for t in to_flash(call.key_cache, call.value_cache)))
 
 
+def new_tokens(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the new keys and values before their scale; a cache of levels holds the nearest ones."""
+    is_of_levels = call.spec.coarse and call.spec.writes_cache
+    key, value = (on_levels(new) if is_of_levels else new for new in (call.key, call.value))
+    return key, value
+
+
 def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
     """Write the cache, with every new token in its slot, to ``call.output``."""
     format = format_of(call, target)
     call.buffer.copy_(as_output(call, target))
-    key = format.encode(call.key, call.number("k_scale")).view(format.dtype)
-    value = format.encode(call.value, call.number("v_scale")).view(format.dtype)
+    key, value = (
+        format.encode(new, call.number(scale)).view(format.dtype)
+        for new, scale in zip(new_tokens(call), ("k_scale", "v_scale"), strict=True)
+    )
     slots = slot_mapping(call)
     written = slots >= 0  # the others are padding
     both = torch.cat([key, value], dim=2)[: len(slots)]

@@ -143,7 +143,7 @@ def encoded(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tenso
     format = paged.format_of(call, target)
     halves = [
         stored_numbers_of(new[: len(slots)], scale_of(call, name, slots), format)
-        for new, name in ((call.key, "k_scale"), (call.value, "v_scale"))
+        for new, name in zip(paged.new_tokens(call), ("k_scale", "v_scale"), strict=True)
     ]
     stored, off = (torch.cat([half[i] for half in halves], 2) for i in (0, 1))
     return stored, off

@@ -66,7 +66,12 @@ FWD_DECODE = _op(
     module="fwd_decode",
     python_name="attention_forward_decode_triton_impl",
     arguments={
-        **{"q": "query[:, None]", "out": "output[:, None]", "sm_scale": "scale", "causal": "True"},
+        **{
+            "q": "query[:, None]",
+            "out": "output[:, None]",
+            "sm_scale": "scale",
+            "causal": "causal",
+        },
         **{"k_cache": "flash_key_cache", "v_cache": "flash_value_cache"},
         **{"k_new": "None", "v_new": "None", "cache_batch_idx": "None", "layout": "'bshd'"},
         "softmax_lse": "float32[seqs, heads, 1]",
@@ -78,6 +83,7 @@ FWD_DECODE = _op(
     result="out[:, 0]",
     lse="softmax_lse[..., 0]",
     own_splits=(1, 2, 4, 8, 16, 32, 64),  # of get_split_k
+    masks=("bidirectional",),  # one new token sees the same keys, by other code for a window
     left_out={
         "new keys and values, rotary embeddings": "the op writes the cache itself, in torch",
         "several new tokens, caches without pages": "a Case has one new token per sequence and pages",

@@ -34,6 +34,7 @@ def of_integers(op: Op, bits: int, caches: str, words: str, **changes: Any) -> O
         arguments=arguments,
         kv_cache_dtypes=("auto",),
         strided=False,
+        strides={name: used for name, used in op.strides.items() if not name.endswith("caches")},
         copies_cache=True,
         coarse=True,
         **changes,
@@ -102,7 +103,7 @@ FILL_KV_CACHE_INT8, FILL_KV_CACHE_INT4 = (
         bits,
         caches="{}_caches",
         words="as",
-        left_out={"numbers between the levels of the cache": "rounding to them is not checked"},
+        left_out={"numbers near the middle of two levels": "those of a check are a quarter away"},
         result=f"written_cache({', '.join(_DECODED)})",
         hnd=False,
     )

@@ -88,6 +88,8 @@ def store(case: Case, tokens: torch.Tensor, scale: float) -> torch.Tensor:
     """
     if case.cache_write == "numeric":
         return tokens.to(torch.uint8)
+    if case.spec.coarse and case.spec.writes_cache:
+        tokens = on_levels(tokens)
     return written_format(case).encode(tokens, scale)
 
 
@@ -108,11 +110,12 @@ def coarse_step(tokens: torch.Tensor) -> torch.Tensor:
     return torch.exp2((largest / 7).log2().ceil().clamp(*_STEPS))
 
 
-# Numbers that a cache with a scale and a zero point for each token and head holds exactly, if these come from
-# the smallest and the largest number of the token: 16 levels, whose distance is 17 times a power of two, so
-# that the 256 levels of int8 are a power of two apart.
+# Tokens of a cache with a scale and a zero point for each token and head, which come from the smallest and
+# the largest number: 16 levels, whose distance is 17 times a power of two, so that the 256 levels of int8 are
+# that power apart. Numbers between both ends are a quarter of it off, up and down in turn, where the dtype
+# has such numbers: rounded they are their level, truncated half of them are the level before it.
 
-_LEVELS = 15
+_LEVELS, _BYTES = 15, 255
 
 
 def spanning(tokens: torch.Tensor) -> torch.Tensor:
@@ -122,13 +125,24 @@ def spanning(tokens: torch.Tensor) -> torch.Tensor:
     """
     numbers = tokens.float()
     least, most = numbers.aminmax(dim=-1, keepdim=True)
-    unit = 17 * torch.exp2(((most - least) / (17 * _LEVELS)).log2().ceil().clamp(-13.0, 4.0))
+    step = torch.exp2(((most - least) / _BYTES).log2().ceil().clamp(-13.0, 4.0))
+    unit = step * (_BYTES // _LEVELS)
     at = torch.arange(len(tokens))[:, None, None] + torch.arange(tokens.shape[1])[:, None]
     zero = (6 + at % 3).to(tokens.device)
     levels = (numbers / unit).round().add_(zero).clamp_(0, _LEVELS)
     levels.scatter_(-1, numbers.argmin(-1, keepdim=True), 0.0)
     levels.scatter_(-1, numbers.argmax(-1, keepdim=True), float(_LEVELS))
-    return ((levels - zero) * unit).to(tokens.dtype)
+    quarters = 0.25 - 0.5 * (torch.arange(tokens.shape[-1], device=tokens.device) % 2)
+    off = quarters.where((levels > 0) & (levels < _LEVELS), 0.0) * step
+    return ((levels - zero) * unit + off).to(tokens.dtype)
+
+
+def on_levels(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the nearest of the 256 levels of each token of ``spanning``, [..., head_size] in their dtype."""
+    numbers = tokens.float()
+    least, most = numbers.aminmax(dim=-1, keepdim=True)
+    step = ((most - least) / _BYTES).clamp(min=torch.finfo(torch.float32).tiny)
+    return (((numbers - least) / step).round() * step + least).to(tokens.dtype)
 
 
 # INT4 caches of vLLM: rotated tokens as pairs of nibbles, with a scale and a zero point per token and head.

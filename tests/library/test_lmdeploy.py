@@ -27,6 +27,7 @@ from attnlab.kernels.vllm.source import fetch_ops, find_source
 from attnlab.lab.lab import Lab
 from attnlab.library.op import package_of
 from attnlab.tensors.case_call import visibility_of
+from attnlab.tensors.formats import on_levels, spanning
 
 DECODE, PREFILL, FILL = (
     f"lmdeploy_{name}" for name in ("paged_attention", "flash_attention", "fill_kv_cache")
@@ -106,7 +107,7 @@ from lmdeploy.messages import QuantPolicy
 def levels(one, policy):
     least, most = one.float().aminmax(dim=-1, keepdim=True)
     scale = (most - least) / (2**policy - 1)
-    n = (one.float() / scale - least / scale + 0.5).to(torch.uint8)
+    n = (one.float() / scale - least / scale + {half}).to(torch.uint8)
     n = n[..., : n.shape[-1] // 2] | n[..., n.shape[-1] // 2 :] << 4 if policy == QuantPolicy.INT4 else n
     return n, torch.cat([scale, -least / scale{zero}], -1)
 
@@ -136,7 +137,13 @@ def lmdeploy(folder: Path, **faults: str) -> Path:
     ops = folder / "lmdeploy/pytorch/kernels/cuda"
     ops.mkdir(parents=True)
     for name, text in FILES.items():
-        for place, usual in {"window": "", "fill": "", "scales": "v", "zero": ""}.items():
+        for place, usual in {
+            "window": "",
+            "fill": "",
+            "scales": "v",
+            "zero": "",
+            "half": "0.5",
+        }.items():
             text = text.replace(f"{{{place}}}", faults.get(place, usual))
         (ops / f"{name}.py").write_text(text)
     return folder
@@ -171,6 +178,31 @@ def test_caches_of_integers(tmp_path):
         cases = list(islice(hostile_cases(right, op, "sm_90", None, 0), 3))
         assert [found for one in cases for found in faults_of(right, one)] == []
         assert faults_of(wrong, cases[0])
+
+
+@needs_triton
+@pytest.mark.parametrize("half", ["0.0", "1.0"])
+def test_bytes_that_are_not_rounded_are_found(tmp_path, half):
+    """Truncated, or rounded up: a quarter of the numbers of a token are then one level off."""
+    right = find_backend("library:lmdeploy", lmdeploy(tmp_path / "a"))
+    wrong = find_backend("library:lmdeploy", lmdeploy(tmp_path / "b", half=half))
+    for op in (f"{FILL}_int4", f"{FILL}_int8"):
+        for dtype in ("float16", "float32", "bfloat16"):
+            one = case(op, dtype=dtype, distribution="normal", head_size=32)
+            assert faults_of(right, one) == []
+            assert [found.kind for found in faults_of(wrong, one)] == ["wrong_bytes"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_tokens_between_levels(dtype):
+    """They are a quarter of a level of 8 bits off, up and down, but for both ends."""
+    tokens = spanning(torch.randn(9, 2, 64).to(dtype))
+    levels = on_levels(tokens)
+    assert torch.equal(on_levels(levels), levels)
+    least, most = levels.float().aminmax(dim=-1, keepdim=True)
+    off = (tokens.float() - levels.float()) / ((most - least) / 255)
+    assert {*off.unique().tolist()} == {-0.25, 0.0, 0.25}
+    assert torch.equal(torch.stack(tokens.aminmax(dim=-1)), torch.stack(levels.aminmax(dim=-1)))
 
 
 @needs_triton

@@ -93,6 +93,14 @@ def test_values_have_other_strides_than_keys(name):
         assert all(a != b for a, b in pairs[:used]), one
 
 
+def test_a_window_of_a_decode_that_is_not_causal_has_two_sides():
+    fields = {"mask": "bidirectional", "sliding_window": 4, "platform": "gfx942"}
+    call, target = call_of(OPS["aiter_fwd_decode"], **fields)
+    given = arguments_of(call, target)
+    names = ("causal", "window_size_left", "window_size_right")
+    assert [given[name] for name in names] == [False, 3, 3]
+
+
 def test_a_block_table_has_columns_with_gaps():
     call, target = call_of(OPS["lmdeploy_fill_kv_cache"])
     case = Case(op=call.op, backend="library:lmdeploy", query_lens=(1,), ctx_lens=(0,))
