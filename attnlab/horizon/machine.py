@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.kernels.triton.assembly import Results
 from attnlab.kernels.triton.block_pointers import patch_block_pointers
 from attnlab.kernels.triton.interpreter import own_failures
 from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
@@ -188,14 +189,6 @@ def _reason(error: BaseException, files: Sequence[str]) -> str:
         if line
         else f"{type(error).__name__}: {text}"
     )
-
-
-class _Results(list):  # type: ignore[type-arg]
-    """The results of an operation that may have several, as Triton's builder returns them."""
-
-    def get_result(self, index: int) -> Any:
-        """Return one of them."""
-        return self[index]
 
 
 class Libdevice:
@@ -420,7 +413,7 @@ class _Watch:
         self, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
     ) -> Any:
         kinds = types if isinstance(types, list | tuple) else [types]
-        return _Results(
+        return Results(
             [self._unknown("", "", "inline assembly", values, one, is_pure) for one in kinds]
         )
 

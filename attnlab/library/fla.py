@@ -17,8 +17,16 @@ _ARGUMENTS = {
 # Those of the delta rule, in addition.
 _GATED = {
     **_ARGUMENTS,
-    **{"g": "gate[None]", "beta": "beta[None]", "use_qk_l2norm_in_kernel": "use_norm"},
+    "use_qk_l2norm_in_kernel": "use_norm",
+    # Gates and beta, or what a layer projects, of which the kernels compute both.
+    "g": "(a if use_gate_in_kernel else gate)[None]",
+    "beta": "(b if use_gate_in_kernel else beta)[None]",
+    "use_gate_in_kernel": "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel": "use_gate_in_kernel",
+    "A_log": "A_log if use_gate_in_kernel else None",
+    "dt_bias": "dt_bias.flatten() if use_gate_in_kernel else None",
 }
+_LIMITED = {**_GATED, "lower_bound": "-gate_limit if gate_limit else None"}
 _LEFT_OUT = {
     "batches of sequences of one length": "without cu_seqlens",
     "gradients": "the ops of the backward pass are not run",
@@ -59,6 +67,7 @@ _op = partial(
     result="returned[0][0]",
     final="returned[1] if state_v_first else key_first(returned[1])",
 )
+_LARGE_BETA = {"allow_neg_eigval": "a beta of up to 2"}
 _SHARED_SEQUENCES = {"cp_context": "sequences that several GPUs share"}
 
 # The gated delta rule of Qwen3-Next: one gate and one beta for each value head.
@@ -67,7 +76,7 @@ GATED_DELTA_RULE = _op(
     summary="the gated delta rule, one token after the other",
     module="gated_delta_rule/fused_recurrent",
     python_name="fused_recurrent_gated_delta_rule",
-    left_out={**_LEFT_OUT, "gk, gv": "gates for elements of keys and values"},
+    left_out={**_LEFT_OUT, **_LARGE_BETA, "gk, gv": "gates for elements of keys and values"},
 )
 GATED_DELTA_RULE_CHUNK = _op(
     name="fla_chunk_gated_delta_rule",
@@ -75,7 +84,7 @@ GATED_DELTA_RULE_CHUNK = _op(
     module="gated_delta_rule/chunk",
     python_name="chunk_gated_delta_rule",
     chunk=64,
-    left_out={**_LEFT_OUT, **_SHARED_SEQUENCES},
+    left_out={**_LEFT_OUT, **_LARGE_BETA, **_SHARED_SEQUENCES},
 )
 
 # Kimi delta attention: the gated delta rule with a gate for each element of the key.
@@ -84,8 +93,9 @@ KDA = _op(
     summary="Kimi delta attention, one token after the other",
     module="kda/fused_recurrent",
     python_name="fused_recurrent_kda",
+    arguments=_LIMITED,
     gate="key",
-    left_out=_LEFT_OUT,
+    left_out={**_LEFT_OUT, **_LARGE_BETA, "A_log None": "gates above a limit without A_log"},
 )
 KDA_CHUNK = replace(
     GATED_DELTA_RULE_CHUNK,
@@ -93,7 +103,9 @@ KDA_CHUNK = replace(
     summary="Kimi delta attention, in chunks of 64 tokens",
     module="kda/chunk",
     python_name="chunk_kda",
+    arguments=_LIMITED,
     gate="key",
+    left_out={**KDA.left_out, **_SHARED_SEQUENCES, "safe_gate": "products for gates above -5"},
 )
 # Gated linear attention with one gate for each head; lightning attention is that with constant gates.
 # Its recurrent op can begin with the last token.

@@ -1,5 +1,6 @@
 """StateCall: the tensors of a call of an op of linear attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,11 +19,11 @@ class StateCall:
     """The tensors of a call; the record of an op names these, in vLLM's words.
 
     - ``query``, ``key``: [tokens, num_k_heads, head_k_dim]. ``value``: [tokens, num_v_heads, head_v_dim].
-    - ``a``, ``b``, ``A_log``, ``dt_bias``: what a layer projects and learns: the gate is
-      -exp(A_log) * softplus(a + dt_bias), the logarithm of what a state is multiplied by, and beta is
-      sigmoid(b). ``a``: [tokens, num_v_heads], or [tokens, num_v_heads, head_k_dim]; ``b``: [tokens,
-      num_v_heads]; ``A_log``: [num_v_heads]; ``dt_bias``: as a row of ``a``. ``D``: [num_v_heads], by which a
-      state space model multiplies a token's own value.
+    - ``a``, ``b``, ``A_log``, ``dt_bias``: what a layer projects and learns. The gate, the logarithm of what
+      a state is multiplied by, is -exp(A_log) * softplus(a + dt_bias), or with a ``gate_limit``
+      -gate_limit * sigmoid(exp(A_log) * (a + dt_bias)); beta is sigmoid(b). ``a``: [tokens, num_v_heads], or
+      [tokens, num_v_heads, head_k_dim]; ``b``: [tokens, num_v_heads]; ``A_log``: [num_v_heads]; ``dt_bias``:
+      as a row of ``a``. ``D``: [num_v_heads], by which a state space model multiplies a token's own value.
     - ``query_start_loc``: [num_seqs + 1] int32.
     - ``states``: [num_slots, num_v_heads, head_v_dim, head_k_dim]; slot 0 belongs to no sequence, and slots
       without a sequence hold larger numbers.
@@ -52,6 +53,8 @@ class StateCall:
     scale: float
     use_norm: bool
     gate_dtype: torch.dtype
+    use_gate_in_kernel: bool
+    gate_limit: float | None
     state_v_first: bool
     reverse: bool
     options: tuple[str, ...]
@@ -64,8 +67,27 @@ class StateCall:
     @cached_property
     def exact_gate(self) -> torch.Tensor:
         """Return the gate, float64, in the shape of ``a``."""
-        decay = self.A_log.double().exp().view(-1, *[1] * (self.a.ndim - 2))
-        return -decay * (torch.ones_like(self.step) if self.op.gate == "constant" else self.step)
+        if self.op.gate == "constant":
+            return self.gate_of(softplus=torch.ones_like)
+        return self.gate_of()
+
+    def gate_of(
+        self,
+        rate: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
+        bias: float = 1.0,
+        softplus: Callable[[torch.Tensor], torch.Tensor] = torch.nn.functional.softplus,
+    ) -> torch.Tensor:
+        """Return the gate, float64, in the shape of ``a``, also with other functions or more of the bias."""
+        decay = rate(self.A_log.double()).view(-1, *[1] * (self.a.ndim - 2))
+        inner = self.a.double() + bias * self.dt_bias.double()
+        if self.gate_limit is not None:
+            return -self.gate_limit * (decay * inner).sigmoid()
+        return -decay * softplus(inner)
+
+    @property
+    def raw_gate(self) -> bool:
+        """Answer whether the op computes gates and beta."""
+        return self.op.raw_gate or self.use_gate_in_kernel
 
     @cached_property
     def step(self) -> torch.Tensor:
@@ -185,6 +207,8 @@ def make_call(case: StateCase) -> StateCall:
         passes_initial=case.initial != "none",
         scale=1.0 if not op.scales else key_size**-0.5 if case.scale is None else case.scale,
         use_norm=case.use_norm,
+        use_gate_in_kernel=case.use_gate_in_kernel,
+        gate_limit=case.gate_limit,
         gate_dtype=FORMATS[case.gate_dtype].dtype,
         state_v_first=case.state_v_first,
         reverse=case.reverse,

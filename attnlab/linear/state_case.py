@@ -16,7 +16,7 @@ from attnlab.library.op import Op, StateOp, libraries, state_ops_of
 STATE_OPS = {op.name: op for library in libraries() for op in state_ops_of(library)}
 # Every op by name. OPS gets the records of users' libraries later.
 RECORDS: Mapping[str, Op | StateOp] = ChainMap[str, Any](OPS, STATE_OPS)
-_OPTIONS = ("state_v_first", "reverse")
+_OPTIONS = ("state_v_first", "reverse", "use_gate_in_kernel", "gate_limit")
 _GATES = {
     "usual": "half of a state is left after some tokens",
     "none": "states do not decay",
@@ -59,6 +59,10 @@ class StateCase(Declared):
     scale: float | None = _data(None, Maybe(Number(), "head_k_dim ** -0.5"), "scale of the output")
     use_norm: bool = _data(True, Flag(), "the op normalises queries and keys")
     dtype: str = _data("bfloat16", OneOf(tuple(DTYPE_BYTES)), "dtype of queries, keys and values")
+    use_gate_in_kernel: bool = _data(False, Flag(), "the op computes gates and beta")
+    gate_limit: float | None = _data(
+        None, Maybe(Number(), "none"), "gates that the op computes are above -gate_limit"
+    )
     gate_dtype: str = _data(
         "float32", OneOf(("float32", "bfloat16", "float16")), "dtype of the gates that are passed"
     )
@@ -74,6 +78,11 @@ class StateCase(Declared):
         yield "state_dtype", self.state_dtype not in allowed, f"{' or '.join(allowed)} {of_op}"
         gates = op.gate_dtypes
         yield "gate_dtype", self.gate_dtype not in gates, f"{' or '.join(gates)} {of_op}"
+        computed = self.use_gate_in_kernel
+        is_passed = computed and self.gate_dtype != "float32"
+        yield "gate_dtype", is_passed, "float32 with use_gate_in_kernel"
+        is_alone = self.gate_limit is not None and not computed
+        yield "gate_limit", is_alone, "none without use_gate_in_kernel"
         is_uneven = self.num_v_heads % self.num_k_heads > 0
         yield "num_v_heads", is_uneven, f"a multiple of num_k_heads ({self.num_k_heads})"
         is_group = self.num_v_heads > self.num_k_heads and not op.groups
@@ -160,6 +169,18 @@ _BOTH: dict[str, dict[str, Any]] = {
     "another scale": {"scale": 0.7},
     "gates in bfloat16": {"gate_dtype": "bfloat16"},
     "gates in float16": {"gate_dtype": "float16", "dtype": "float32"},
+    "gates that the op computes": {"use_gate_in_kernel": True},
+    "gates that the op computes, some of them strong": {
+        "use_gate_in_kernel": True,
+        "gates": "strong",
+        "dtype": "float32",
+    },
+    "gates that the op computes, above a limit": {"use_gate_in_kernel": True, "gate_limit": 5.0},
+    "gates that the op computes, above another limit": {
+        "use_gate_in_kernel": True,
+        "gate_limit": 0.5,
+        "dtype": "float32",
+    },
     "states with the values first": {"state_v_first": True},
     "states with the values first, of other width than keys": {
         "state_v_first": True,

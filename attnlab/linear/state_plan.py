@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -112,9 +113,9 @@ def right_plan(call: StateCall, *, norm: tuple[bool, bool] = (True, True)) -> St
         )
         for one, used in zip((call.query, call.key), norm, strict=True)
     )
-    gate = call.exact_gate if op.raw_gate else call.gate.double()
+    gate = call.exact_gate if call.raw_gate else call.gate.double()
     gate = gate if gate.ndim == 3 else gate[..., None].expand(*gate.shape, key.shape[-1])
-    beta = call.b.double().sigmoid() if op.raw_gate else call.beta.double()
+    beta = call.b.double().sigmoid() if call.raw_gate else call.beta.double()
     beta = call.step if op.steps else beta if op.delta else torch.ones_like(beta)
     starts = tuple(call.query_start_loc.tolist())
     skips = call.skipped
@@ -469,35 +470,36 @@ _NEIGHBOURS: dict[str, Callable[[int, int], int]] = {
 
 def _raw_gates() -> Iterator[tuple[str, _Edit]]:
     """Yield what a kernel that computes gates and beta itself may do to what a layer projects and learns."""
-    softplus = torch.nn.functional.softplus
-    decays: dict[str, _Decay] = {
-        "A_log is used without the exponential": lambda log, x, bias: log * softplus(x + bias),
-        "A_log is missing in the gate": lambda log, x, bias: softplus(x + bias),
-        "the bias of the gate is missing": lambda log, x, bias: log.exp() * softplus(x),
-        "the bias of the gate is subtracted": lambda log, x, bias: log.exp() * softplus(x - bias),
-        "the softplus of the gate is missing": lambda log, x, bias: log.exp() * (x + bias),
-        "relu is used in place of softplus for the gate": lambda log, x, bias: (
-            log.exp() * (x + bias).relu()
-        ),
+    decays: dict[str, dict[str, Any]] = {
+        "A_log is used without the exponential": {"rate": lambda log: log},
+        "A_log is missing in the gate": {"rate": torch.ones_like},
+        "the bias of the gate is missing": {"bias": 0.0},
+        "the bias of the gate is subtracted": {"bias": -1.0},
+        "the softplus of the gate is missing": {"softplus": lambda inner: inner},
+        "relu is used in place of softplus for the gate": {"softplus": torch.relu},
     }
-    for words, decay in decays.items():
-        yield words, lambda call, plan, decay=decay: _decayed(call, plan, decay)
+    for words, changes in decays.items():
+        yield words, lambda call, plan, changes=changes: _decayed(call, plan, **changes)
+    yield "the bias of the gate is added after the softplus", _with_late_bias
     yield (
         "beta is not passed through the sigmoid",
-        lambda call, plan: _with_beta(plan, call.b.double()) if call.op.raw_gate else plan,
+        lambda call, plan: _with_beta(plan, call.b.double()) if call.raw_gate else plan,
     )
 
 
-_Decay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _decayed(call: StateCall, plan: StatePlan, decay: _Decay) -> StatePlan:
+def _decayed(call: StateCall, plan: StatePlan, **changes: Any) -> StatePlan:
     """Return a plan with another gate, of an op that computes it."""
-    if not call.op.raw_gate:
+    if not call.raw_gate:
         return plan
-    log = call.A_log.double().view(-1, *[1] * (call.a.ndim - 2))
-    gate = -decay(log, call.a.double(), call.dt_bias.double())
+    gate = call.gate_of(**changes)
     return plan.replace(gate=(gate if gate.ndim == 3 else gate[..., None]).expand_as(plan.gate))
+
+
+def _with_late_bias(call: StateCall, plan: StatePlan) -> StatePlan:
+    if call.gate_limit is not None:
+        return plan
+    late, softplus = call.dt_bias.double(), torch.nn.functional.softplus
+    return _decayed(call, plan, bias=0.0, softplus=lambda inner: softplus(inner) + late)
 
 
 def _with_beta(plan: StatePlan, beta: torch.Tensor) -> StatePlan:

@@ -40,9 +40,10 @@ import triton.language as tl
 
 @triton.autotune(configs=[triton.Config({"PAD": 1}), triton.Config({"PAD": 2})], key=["K"])
 @triton.jit
-def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.constexpr,
+def kernel(q, k, v, g, beta, A_log, dt_bias, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.constexpr,
            K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-           HAS_STATE: tl.constexpr, NORM: tl.constexpr, V_FIRST: tl.constexpr, PAD: tl.constexpr):
+           HAS_STATE: tl.constexpr, NORM: tl.constexpr, V_FIRST: tl.constexpr,
+           RAW: tl.constexpr, PAD: tl.constexpr):
     n, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(starts + n), tl.load(starts + n + 1)
     at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
@@ -65,9 +66,16 @@ def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.c
         if NORM:
             query = query / tl.sqrt(tl.sum(query * query) + 1e-6)
             key = key / tl.sqrt(tl.sum(key * key) + 1e-6)
-        state *= tl.exp(tl.load(g + row * HV + head).to(tl.float32))
+        gate = tl.load(g + row * HV + head).to(tl.float32)
+        weight = tl.load(beta + row * HV + head).to(tl.float32)
+        if RAW:
+            gate += tl.load(dt_bias + head)
+            softplus = tl.where(gate < 20.0, tl.log(1 + tl.exp(gate)), gate)
+            gate = -tl.exp(tl.load(A_log + head)) * softplus
+            weight = tl.sigmoid(weight)
+        state *= tl.exp(gate)
         held = tl.sum(state * key[:, None], 0)
-        new = (value - held) * tl.load(beta + row * HV + head).to(tl.float32)
+        new = (value - held) * weight
         state += key[:, None] * new[None, :]
         out = tl.sum(state * query[:, None], 0) * scale
         tl.store(o + (row * HV + head) * V + at_v, out, mask=in_v)
@@ -75,7 +83,11 @@ def kernel(q, k, v, g, beta, h0, ht, o, starts, scale, H: tl.constexpr, HV: tl.c
 
 
 def fused_recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
-                                     use_qk_l2norm_in_kernel, cu_seqlens, state_v_first=False):
+                                     use_qk_l2norm_in_kernel, cu_seqlens, state_v_first=False,
+                                     use_beta_sigmoid_in_kernel=False, **kwargs):
+    A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
+    raw = kwargs.get("use_gate_in_kernel", False)
+    assert raw == use_beta_sigmoid_in_kernel == (A_log is not None)
     n, (heads, size), values = len(cu_seqlens) - 1, k.shape[2:], v.shape[2:]
     if size > 128:
         raise ValueError("keys must have at most 128 elements")
@@ -83,9 +95,10 @@ def fused_recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, out
     shape = (values[1], size) if state_v_first else (size, values[1])
     final = torch.empty(n, values[0], *shape)
     kernel[(n, values[0])](
-        q, k, v, g, beta, initial_state, final, o, cu_seqlens, scale, heads, values[0], size,
+        q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, cu_seqlens, scale, heads, values[0], size,
         values[1], triton.next_power_of_2(size), triton.next_power_of_2(values[1]),
         initial_state is not None, use_qk_l2norm_in_kernel, state_v_first,
+        raw,
     )
     return o, final
 """
@@ -118,8 +131,8 @@ def source_of(folder, text=KERNEL):
 def recurrence(call):
     """Return output and final states by the definition, one sequence, head and token after the other."""
     group = call.value.shape[1] // call.key.shape[1]
-    gate = call.exact_gate if call.op.raw_gate else call.gate.double()
-    beta = call.b.double().sigmoid() if call.op.raw_gate else call.beta.double()
+    gate = call.exact_gate if call.raw_gate else call.gate.double()
+    beta = call.b.double().sigmoid() if call.raw_gate else call.beta.double()
     output, states = torch.zeros_like(call.value, dtype=torch.float64), call.states.double().clone()
     for seq, slot in enumerate(call.tables[:, 0].tolist()):
         for head in range(call.value.shape[1]):
@@ -321,6 +334,13 @@ def test_a_right_kernel_has_no_finding(tmp_path):
             "tl.load(h0 + (n * HV + head) * K * V + at_k[:, None] * V + at_v[None, :]",
             "have keys and values exchanged",
         ),
+        (
+            "softplus = tl.where(gate < 20.0, tl.log(1 + tl.exp(gate)), gate)",
+            "late = tl.load(dt_bias + head)\n"
+            "            softplus = tl.log(1 + tl.exp(gate - late)) + late",
+            "the bias of the gate is added after the softplus",
+        ),
+        ("tl.sigmoid(weight)", "weight", "beta is not passed through the sigmoid"),
         ("head // (HV // H)", "head % H", "modulo the number of key heads"),
         ("range(end - first)", "range(end - first - 1)", "the last token of a sequence"),
         ("tl.load(h0 + place", "tl.load(h0 - 4096 - place", "outside of its tensors"),
@@ -337,6 +357,8 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         "held",
         "place",
         "layout",
+        "late bias",
+        "raw beta",
         "heads",
         "last token",
         "outside",
@@ -344,7 +366,7 @@ def test_a_right_kernel_has_no_finding(tmp_path):
         "unwritten",
     ],
 )
-@pytest.mark.quick("exp2", "layout", "heads", "outside", "unwritten")
+@pytest.mark.quick("exp2", "layout", "late bias", "heads", "outside", "unwritten")
 def test_a_planted_fault_is_described(tmp_path, before, after, words):
     assert before in KERNEL
     found = check_op(OP, source_of(tmp_path, KERNEL.replace(before, after))).findings
@@ -496,6 +518,59 @@ def test_all_kinds_of_gates_are_given(tmp_path, name, before, after, words):
     op = STATE_OPS[f"fla_fused_recurrent_simple_gla{name}"]
     found = check_op(op, find_source(tmp_path, package_of("fla")))
     assert found.ran == len(variants_of(op)) > 10
+    assert bool(found.findings) == (words is not None)
+    if words is not None:
+        assert words in found.findings[0].title
+
+
+# Kimi delta attention whose gates the op computes, also above a limit, in torch.
+LIMITED = """
+import torch
+
+
+def fused_recurrent_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None,
+                        output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+                        use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, lower_bound=None):
+    out, final, group = torch.empty_like(v), [], v.shape[2] // k.shape[2]
+    q, k, g, v, beta = (one[0].float() for one in (q, k, g, v, beta))
+    if use_gate_in_kernel:
+        rate, inner = A_log.exp()[:, None], g + dt_bias.view(g.shape[1:])
+        g = -rate * torch.nn.functional.softplus(inner)
+        if lower_bound is not None:
+            g = lower_bound * (rate * inner).sigmoid()
+        beta = beta.sigmoid()
+    if use_qk_l2norm_in_kernel:
+        q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    q, k = (one.repeat_interleave(group, 1) for one in (q, k))
+    for seq, (first, end) in enumerate(cu_seqlens.unfold(0, 2, 1).tolist()):
+        state = torch.zeros(v.shape[1], k.shape[2], v.shape[2])
+        state = state if initial_state is None else initial_state[seq]
+        for row in range(first, end):
+            state = state * g[row].exp()[..., None]
+            new = beta[row][:, None] * (v[row] - torch.einsum("hkv,hk->hv", state, k[row]))
+            state = state + k[row][..., None] * new[:, None]
+            out[0, row] = (torch.einsum("hkv,hk->hv", state, q[row]) * scale).to(out.dtype)
+        final.append(state)
+    return out, torch.stack(final)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("", "", None),
+        ("(rate * inner).sig", "(A_log[:, None] * inner).sig", "without the exponential"),
+        ("lower_bound * (", "5 * (", ""),
+        ("g + dt_bias.view(g.shape[1:])", "g", "the bias of the gate is missing"),
+    ],
+    ids=["right", "rate", "sign", "bias"],
+)
+def test_gates_that_an_op_computes(tmp_path, before, after, words):
+    file = tmp_path / "fla" / "ops" / "kda" / "fused_recurrent.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(LIMITED.replace(before, after) if before else LIMITED)
+    found = check_op(STATE_OPS["fla_fused_recurrent_kda"], find_source(tmp_path, package_of("fla")))
+    assert found.ran > 20
     assert bool(found.findings) == (words is not None)
     if words is not None:
         assert words in found.findings[0].title

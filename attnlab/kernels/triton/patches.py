@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.assembly import Results, run_ptx
 from attnlab.kernels.triton.block_pointers import patch_block_pointers
 from attnlab.kernels.triton.kernel_text import AND_CALL, CHAIN_CALL, FOR_CALL, OR_CALL, WHILE_CALL
 from attnlab.kernels.triton.lockstep.control import both, chain, either
@@ -396,7 +397,17 @@ def _patch_library(interpreter: Any, scope: Any) -> None:
             raise Unavailable(f"{symbol} of a GPU's library is not interpreted")
         return handle(_LIBDEVICE[match[1]](*(one.data for one in args)), args[0].dtype.scalar)
 
+    def assembled(
+        self: Any, text: str, constraints: str, values: list[Any], types: Any, *rest: Any
+    ) -> Any:
+        kinds = [one.scalar for one in types]
+        if any(one.name != "fp32" for one in kinds) or rest[-1] != 1:
+            raise NotImplementedError("inline assembly must return one float32 number at a time")
+        found = run_ptx(text, constraints, [one.data for one in values])
+        return Results(handle(*pair) for pair in zip(found, kinds, strict=True))
+
     scope.set_attr(builder, "create_extern_elementwise", computed)
+    scope.set_attr(builder, "create_inline_asm", assembled)
     for name in ("wait", "launch_dependents"):
         scope.set_attr(builder, f"create_grid_dependency_{name}", lambda self: None)
 
