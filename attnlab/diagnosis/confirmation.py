@@ -324,8 +324,8 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         else:  # another kernel may compute other lengths, so these refute nothing
             problem = Problem.of_case(known, lab.batch(known), lab.call(known))
             hidden = [one for one in left if is_hidden(problem, one.defect)]
-            is_same = other.lengths == case.lengths
-            left = hidden if is_same else [*hidden, *(one for one in left if one not in hidden)]
+            rest = [one for one in left if one not in hidden]
+            left = hidden if _runs_alike(lab, case, other, rerun) else [*hidden, *rest]
     left = [one for one in left if one.name in shown]
     left = _separated(lab, case, left, rerun) if len(left) > 1 else left
     left = _true_of_outside(lab, case, left, rerun)
@@ -336,6 +336,17 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     more = tuple(one for one in kinds.values() if one.defect.family != family)
     only_decodes &= case.spec.prefill
     return ConfirmedRule(candidate=first, cases=cases, only_decodes=only_decodes, others=more)
+
+
+def _runs_alike(lab: Lab, case: Case, other: Case, rerun: Rerun) -> bool:
+    """Answer whether what computes a Case also computes another one: its lengths are the same, or it is wrong
+    with the sliding window of the Case."""
+    if other.lengths == case.lengths or other.sliding_window == case.sliding_window:
+        return other.lengths == case.lengths
+    with suppress(AttnLabError):
+        known = with_known_contents(other.replace(sliding_window=case.sliding_window))
+        return examine(lab, known, rerun(known), ()).diagnosis.is_wrong
+    return False
 
 
 def _decides(found: Examination, candidates: list[Candidate]) -> bool:

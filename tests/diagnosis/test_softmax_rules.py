@@ -575,6 +575,17 @@ def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     assert rule.cases > 3
 
 
+def test_a_rule_must_hold_with_another_window():
+    """A kernel that takes a window of one key for none does not let keys before other windows count."""
+
+    def ignores_one(block, at: torch.Tensor) -> torch.Tensor:
+        if block.call.sliding_window > 1:
+            return right_hides(block, at)
+        return (at > block.position[:, None]) | (at >= block.end)
+
+    assert rule_of(case_of("unified_attention", sliding_window=1), hides=ignores_one) is None
+
+
 def test_a_window_of_two_tiles_does_not_show_that_earlier_tiles_are_lost():
     """Of two tiles, the first one is the earlier one, and that in which the window begins."""
     lengths = {"query_lens": (1,), "ctx_lens": (16,), "sliding_window": 16}
