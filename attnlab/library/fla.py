@@ -18,7 +18,7 @@ _ARGUMENTS = {
 _GATED = {
     **_ARGUMENTS,
     "use_qk_l2norm_in_kernel": "use_norm",
-    # Gates and beta, or what a layer projects, of which the kernels compute both.
+    # Gates and beta, or what a layer projects: the kernels then compute both.
     "g": "(a if use_gate_in_kernel else gate)[None]",
     "beta": "(b if use_gate_in_kernel else beta)[None]",
     "use_gate_in_kernel": "use_gate_in_kernel",

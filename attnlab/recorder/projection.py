@@ -95,7 +95,7 @@ def follow_product(
 def operands(
     actual: torch.Tensor, expected: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Projection] | None:
-    """Return the rows of which two tensors are products with the same matrix, and the matrix; None if not.
+    """Return the rows and the matrix of two tensors that are products with the same matrix, or None.
 
     Rows or a matrix that were changed since are not those of the tensors: the products are made again.
     """
