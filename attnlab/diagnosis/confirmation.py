@@ -297,8 +297,8 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     is read there. Of a batch of decodes, only decodes must agree: an op may compute other batches in another
     way. If the rule holds in a batch with several new tokens, it must hold in further ones, too. A rule about
     one of two loops must agree with all: the kernel with both loops computes all batches, and one new token
-    does not separate the loops. One of the wrong outputs must show what a rule says, and those count whose
-    errors are clear: small numbers explain errors that are just above their bounds.
+    does not separate the loops. One of the wrong outputs must show what a rule says, and those count that
+    decide. A right output with another sliding window refutes a rule if the first window makes it wrong.
     """
     left, shown = _explanations(lab, with_known_contents(case), rerun)
     cases, only_decodes = 0, max(case.lengths.query_lens) == 1
