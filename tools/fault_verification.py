@@ -33,7 +33,7 @@ from attnlab.diagnosis.confirmation import features_of
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine
 from attnlab.diagnosis.diagnose import access_facts, diagnose, lines_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.refinement import compared, counts_slots, follows_from, leak_of
+from attnlab.diagnosis.refinement import claimed, compared, counts_slots, follows_from, leak_of
 from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.kernels.backend import Backend
@@ -416,7 +416,7 @@ def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool
             output = run_case(lab, backend, fresh).output
         except AttnLabError:
             continue
-        left, is_wrong = compared(examine(lab, fresh, output, ()), claim)
+        left, is_wrong = compared(claimed(examine(lab, fresh, output, ())), claim)
         if left is None or left.text != claim.text:
             return False
         decisive += is_wrong

@@ -9,11 +9,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from attnlab.case.shown import Document
 from attnlab.defects.edit import Defect
+from attnlab.kernels.child_process import in_copies
+from attnlab.kernels.triton.interpreter import cores
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
 from attnlab.lab.reference import attend
 from attnlab.tensors.case_call import mask_of
@@ -625,6 +628,9 @@ def _is_odd(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ~(numbers.abs() <= torch.finfo(dtype).max)
 
 
+_MANY = 64  # defects that are shared with copies of this process
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rows:
     """Wrong rows that defects are compared with: their output, right output, and which heads are wrong.
@@ -661,15 +667,24 @@ def screen(
     """Compare every defect that applies, and each of its variants, with ``worst_rows``, given with the worst
     ones first."""
     worst = [_Rows.of(problem, output, row_slice) for row_slice in worst_rows]
-    return [
-        _screened(problem, worst, variant)
+    variants = [
+        variant
         for defect in defects
         if not defect.harmless and defect.applies(problem)
         for variant in defect.expand()
     ]
+    count = cores() if len(variants) > _MANY else 1
+    found = in_copies(lambda variant: _screened(problem, worst, variant), variants, count)
+    return [
+        Candidate(
+            name=variant.name, text=variant.text, seen_in=variant.seen_in, defect=variant, **fields
+        )
+        for variant, fields in zip(variants, found, strict=True)
+    ]
 
 
-def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> Candidate:
+def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> dict[str, Any]:
+    """Return the verdict about a defect, and the numbers of its Candidate."""
     verdict = "explains" if defect.is_possible(problem) else "excluded by inputs"
     predicted = observed = residual = ratio = 0.0
     for i, rows in enumerate(worst):
@@ -685,17 +700,13 @@ def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> Candi
         if is_unlike or not _moves(prediction, rows):
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
-    return Candidate(
-        name=defect.name,
-        text=defect.text,
-        seen_in=defect.seen_in,
-        verdict=verdict,
-        predicted=predicted,
-        observed=observed,
-        residual=residual,
-        ratio=ratio,
-        defect=defect,
-    )
+    return {
+        "verdict": verdict,
+        "predicted": predicted,
+        "observed": observed,
+        "residual": residual,
+        "ratio": ratio,
+    }
 
 
 def _moves(prediction: Predicted, rows: _Rows) -> bool:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ from attnlab.diagnosis.reruns import (
     with_other_numbers,
 )
 from attnlab.diagnosis.softmax_rules import loop_defects, softmax_defects
+from attnlab.kernels.child_process import in_copies
+from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, sample_rows
@@ -250,26 +252,34 @@ def confirmed_features(lab: Lab, case: Case) -> FeatureClaim | None:
     Wrong outputs must be right without a feature, and no output may be wrong without it.
     """
     end, cases = time.process_time() + _MOST_S, 0
-    features = features_of(case)
-    left = [noun for noun in features if _is_right_without(lab, case, features[noun])]
-    for other in chain(further_cases(case), nearby_cases(case)):
+    left = _right_without(lab, features_of(case), case)
+    processes = cores() if lab.backend(case).is_deterministic else 1
+
+    def examined(other: Case) -> tuple[bool | None, list[str]]:
+        """Return whether another case is right, and the features without which it is; those of now."""
+        right = None if time.process_time() > end else is_right(lab, other)
+        return right, [] if right is None else _right_without(lab, left, other)
+
+    others = (*further_cases(case), *nearby_cases(case))
+    for right, nouns in in_copies(examined, others if left else (), processes):
+        if right is not None:
+            left = [noun for noun in left if noun in nouns]
+            cases += not right
         if not left or cases == _MOST_CASES or time.process_time() > end:
             break
-        if (right := is_right(lab, other)) is None:
-            continue
-        features = features_of(other)
-        left = [noun for noun in left if _is_right_without(lab, other, features.get(noun, {}))]
-        cases += not right
     if not left or cases < _LEAST_CASES:
         return None
     return FeatureClaim(features=tuple(left), cases=cases)
 
 
-def _is_right_without(lab: Lab, case: Case, changes: dict[str, Any]) -> bool:
-    """Answer whether an output is right without a feature; False if the Case cannot lack it."""
-    with suppress(InvalidCase):
-        return is_right(lab, case.replace(**changes)) is True
-    return False
+def _right_without(lab: Lab, features: Iterable[str], case: Case) -> list[str]:
+    """Return the features without which the output of a Case is right, of those that it can lack."""
+    known, found = features_of(case), list[str]()
+    for noun in features:
+        with suppress(InvalidCase):
+            if is_right(lab, case.replace(**known.get(noun, {}))) is True:
+                found.append(noun)
+    return found
 
 
 def with_features(lab: Lab, case: Case, diagnosis: Diagnosis) -> Diagnosis:

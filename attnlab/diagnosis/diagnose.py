@@ -50,6 +50,7 @@ from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, furth
 from attnlab.diagnosis.trials import FULL, Limit
 from attnlab.diagnosis.written_cache import diagnose_write
 from attnlab.kernels.binding import scratch_full_of
+from attnlab.kernels.child_process import in_copies
 from attnlab.kernels.control import Control, controlled, repeated, rows_agree, rows_equal
 from attnlab.kernels.triton.run_log import limiting_reruns, other_outside
 from attnlab.lab.lab import Lab
@@ -100,11 +101,13 @@ _EVERYWHERE = torch.tensor([[True]])
 _FOREIGN = (SlotState.OTHER_SEQUENCE, SlotState.OTHER_POSITION, SlotState.NEVER_MAPPED)
 
 
-def with_accesses(lab: Lab, case: Case, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+def with_accesses(
+    lab: Lab, case: Case, diagnosis: Diagnosis, run: Run, processes: int = 1
+) -> Diagnosis:
     """Return the diagnosis with wrong accesses that further cases confirm, if nothing else explains it.
 
     They say why an output is wrong, and a pattern only where. ``lab`` has its tensors on the CPU; ``run``
-    runs the kernels.
+    runs the kernels, in so many ``processes`` at a time.
     """
     is_open = diagnosis.status == "unexplained" or diagnosis.claim is not None
     if not is_open or not diagnosis.wrong_rows:
@@ -112,9 +115,9 @@ def with_accesses(lab: Lab, case: Case, diagnosis: Diagnosis, run: Run) -> Diagn
     first = access_facts(lab, case, run)
     if not first.places:
         return diagnosis
-    found = [first]
-    for other in (*further_cases(case), *few_sequences(case, fewer_kernels=True)):
-        found.append(access_facts(lab, other, run))
+    found, others = [first], (*further_cases(case), *few_sequences(case, fewer_kernels=True))
+    for facts in in_copies(lambda other: access_facts(lab, other, run), others, processes):
+        found.append(facts)
         if bool(found[-1].is_wrong.any()) and claim_of_facts(found) is None:
             return diagnosis
     claim = claim_of_facts(found)
@@ -458,7 +461,8 @@ def _with_runs(
     diagnosis = without_unfounded_rule(diagnosis)
     diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
     announce(_confirmed(diagnosis))
-    diagnosis = with_accesses(lab, case, diagnosis, own.run)
+    processes = kernel_of(own, case).processes
+    diagnosis = with_accesses(lab, case, diagnosis, own.run, processes)
     diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
     diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
     announce(_confirmed(diagnosis))

@@ -4,7 +4,9 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -28,7 +30,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern import Pattern, Sizes
 from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
@@ -40,7 +42,9 @@ from attnlab.diagnosis.reruns import (
     with_contents,
     with_known_contents,
 )
+from attnlab.kernels.child_process import in_background, in_copies
 from attnlab.kernels.control import Control, rows_agree
+from attnlab.kernels.triton.interpreter import cores
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
@@ -57,20 +61,37 @@ _MOST = 4  # descriptions of an X-ray that are tried
 
 
 def confirmed_weights(
-    lab: Lab, case: Case, descriptions: Sequence[Description], rerun: Rerun
+    lab: Lab,
+    case: Case,
+    descriptions: Sequence[Description],
+    rerun: Rerun,
+    processes: int = 1,
 ) -> DescribedWeights | None:
     """Return the first description from which every wrong output of the further cases follows, or None.
 
-    Of a batch of decodes, only decodes must follow.
+    Of a batch of decodes, only decodes must follow. ``processes``: as ``Kernel.processes``.
     """
-    outputs = list(examined(lab, map(with_known_contents, further_cases(case)), rerun))
-    for description in descriptions[:_MOST]:
+    first = descriptions[:_MOST]
+
+    def followed(other: Case) -> tuple[bool, list[bool]] | None:
+        """Return whether another output is wrong, and from which descriptions it follows; None if the case
+        does not run."""
+        for known, output, found in examined(lab, [with_known_contents(other)], rerun):
+            is_wrong = bool(len(found.evidence.locations.wrong_rows))
+            return is_wrong, [follows_from(one, lab, known, output, found) for one in first]
+        return None
+
+    others = list(further_cases(case))
+    runs = list(zip(others, in_copies(followed, others, processes), strict=True))
+    for i, description in enumerate(first):
         cases, is_right = 0, True
         only_decodes = max(case.lengths.query_lens) == 1
         has_prefill, right_decodes = not only_decodes, False
-        for other, output, found in outputs:
-            is_wrong = bool(len(found.evidence.locations.wrong_rows))
-            if follows_from(description, lab, other, output, found):
+        for other, ran in runs:
+            if ran is None:
+                continue
+            is_wrong, follows = ran
+            if follows[i]:
                 cases += is_wrong
                 only_decodes &= not (is_wrong and max(other.lengths.query_lens) > 1)
             elif has_prefill and not is_wrong and max(other.lengths.query_lens) == 1:
@@ -198,28 +219,34 @@ def _slots(problem: Problem, setup: AttentionSetup, seq: int) -> torch.Tensor:
 # Compare a pattern with further cases: only what holds there, too, is stated as a rule.
 
 
-def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> PatternClaim | None:
+def confirmed_claim(
+    lab: Lab, case: Case, first: Examination, rerun: Rerun, processes: int = 1
+) -> PatternClaim | None:
     """Return what the pattern of an output says and further cases confirm, or None.
 
-    A claim from decodes alone is confirmed on decodes, and says so.
+    A claim from decodes alone is confirmed on decodes, and says so. ``processes``: as ``Kernel.processes``.
     """
     claim = claim_of_examination(first)
-    others = (_as(one, case) for one in (*further_cases(case), *few_sequences(case)))
     if claim is None or not claim.is_rule:
         return None
+    others = [*further_cases(case), *few_sequences(case)]
     if claim.only_decodes:
-        others = (one for one in others if max(one.lengths.query_lens) <= 1)
-    more, seen = examined(lab, others, rerun, describes=True), list[Examination]()
+        others = [one for one in others if max(one.lengths.query_lens) <= 1]
+    more, seen = (
+        in_copies(partial(_claimed_in, lab, case, rerun), others, processes),
+        list[Claimed](),
+    )
 
-    def outputs() -> Iterator[Examination]:
+    def claims() -> Iterator[Claimed]:
         yield from tuple(seen)
-        for *_, one in more:
-            seen.append(one)
-            yield one
+        for one in more:
+            if one is not None:
+                seen.append(one)
+                yield one
 
     while True:
         cases = 0
-        for found in outputs():
+        for found in claims():
             claim, is_decisive = compared(found, claim)
             cases += is_decisive
             if claim is None or not claim.is_rule:
@@ -232,10 +259,9 @@ def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> P
 
 def _holds_at_edge(lab: Lab, case: Case, claim: PatternClaim, limit: int, rerun: Rerun) -> bool:
     """Answer whether sequences just at the limit of lengths that a claim states do not contradict it."""
-    other, left = edge_case(case, limit), None
-    others = [] if other is None else [_as(other, case)]
-    for _, _, found in examined(lab, others, rerun, describes=True):
-        left, _ = compared(found, claim)
+    other = edge_case(case, limit)
+    found = None if other is None else _claimed_in(lab, case, rerun, other)
+    left = None if found is None else compared(found, claim)[0]
     return left is not None and left.sequences[:1] == claim.sequences[:1]
 
 
@@ -245,15 +271,27 @@ def _limit_of(rule: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _as(other: Case, case: Case) -> Case:
-    return other.replace(empty_slots=case.empty_slots, output_init=case.output_init)
+Claimed = tuple[PatternClaim | None, Sizes]  # by an output, and the sizes of its call
 
 
-def compared(found: Examination, claim: PatternClaim) -> tuple[PatternClaim | None, bool]:
+def _claimed_in(lab: Lab, case: Case, rerun: Rerun, other: Case) -> Claimed | None:
+    """Return what another case claims with the contents of ``case``; None if it does not run."""
+    alike = other.replace(empty_slots=case.empty_slots, output_init=case.output_init)
+    for _, _, found in examined(lab, [alike], rerun, describes=True):
+        return claimed(found)
+    return None
+
+
+def claimed(found: Examination) -> Claimed:
+    """Return what the errors of an examined output claim, and the sizes of its call."""
+    return claim_of_examination(found), sizes_of(found.problem)
+
+
+def compared(found: Claimed, claim: PatternClaim) -> tuple[PatternClaim | None, bool]:
     """Return what is left of a claim after another output, None if nothing, and whether that was wrong."""
-    again = claim_of_examination(found)
+    again, sizes = found
     if again is None:
-        return (claim if claim.predicts_none(sizes_of(found.problem)) else None), False
+        return (claim if claim.predicts_none(sizes) else None), False
     return claim.common(again), True
 
 
@@ -329,6 +367,11 @@ class Kernel:
     xray: Callable[[Case], XRay] | None = None
     is_deterministic: bool = False
 
+    @property
+    def processes(self) -> int:
+        """Return how many processes may run the kernel at a time: one if equal runs are compared."""
+        return cores() if self.is_deterministic else 1
+
     def check_repeats(
         self, control: Control, case: Case, output: torch.Tensor, diagnosis: Diagnosis
     ) -> None:
@@ -376,10 +419,14 @@ def with_reruns(
         diagnosis = with_slot_kinds(diagnosis, kinds)
     diagnosis = with_second_cases(lab, case, kernel.run, diagnosis)
     seconds = (time.perf_counter() - began) / _RERUNS
-    rule = None if diagnosis.explanations else find_rule(lab, case, kernel.run)
-    if rule is not None:
-        return dataclasses.replace(diagnosis, status="described", rule=rule)
-    diagnosis = _with_weights(lab, case, kernel, _with_xray(case, kernel, diagnosis, seconds))
+    measure = partial(_xray_of, case, kernel, diagnosis, seconds)
+    with in_background(measure, kernel.processes) as measured:
+        rule = None if diagnosis.explanations else find_rule(lab, case, kernel.run)
+        if rule is not None:
+            return dataclasses.replace(diagnosis, status="described", rule=rule)
+        weights = measured()
+    if weights is not None:
+        diagnosis = _with_weights(lab, case, kernel, with_xray(diagnosis, weights))
     if diagnosis.explanations or diagnosis.weights is not None:
         return diagnosis
     if len(dependence.on_slots):
@@ -387,7 +434,7 @@ def with_reruns(
         leak = confirmed_leak(lab, case, kernel.run, only_nan=only_nan)
         if leak is not None:
             return dataclasses.replace(diagnosis, status="described", leak=leak)
-    claim = confirmed_claim(lab, case, first, kernel.run)
+    claim = confirmed_claim(lab, case, first, kernel.run, kernel.processes)
     status = "unexplained" if claim is None else "described"
     diagnosis = dataclasses.replace(diagnosis, status=status, claim=claim)
     if status == "unexplained" and case.first_block:
@@ -415,18 +462,17 @@ def _from_the_first_block(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Ke
     return dataclasses.replace(diagnosis, **{name: getattr(found, name) for name in names})
 
 
-def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
-    """Return the diagnosis with an X-ray, if one may change it and is quick; a run takes ``seconds``.
+def _xray_of(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> XRay | None:
+    """Return an X-ray, if one may change a diagnosis and is quick; a run takes ``seconds``.
 
     No name predicts the weights that a kernel gives to numbers of an op argument.
     """
     is_named = diagnosis.explanations and case.op_argument != NONE
     if kernel.xray is None or is_named or not needs_xray(diagnosis) or not can_xray(case, seconds):
-        return diagnosis
-    try:
-        return with_xray(diagnosis, kernel.xray(case))
-    except AttnLabError:
-        return diagnosis  # the call is too large, or the kernel rejects coded values
+        return None
+    with suppress(AttnLabError):  # the call is too large, or the kernel rejects coded values
+        return kernel.xray(case)
+    return None
 
 
 def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) -> Diagnosis:
@@ -441,7 +487,7 @@ def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) ->
         return diagnosis
     weights = None
     if case.argument.cache is None:
-        weights = confirmed_weights(lab, case, found.descriptions, kernel.run)
+        weights = confirmed_weights(lab, case, found.descriptions, kernel.run, kernel.processes)
     elif found.confirmed and found.description is not None:
         weights = DescribedWeights(description=found.description, cases=1)
     status = "unexplained" if weights is None else "described"

@@ -91,8 +91,9 @@ _LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": Non
 _OBSERVER = "_attnlab_condition"
 _SENT = ("source", "cases", "only_finite", "is_stated", "untouched")  # of a claim, to this process
 _GRACE_S = 15.0  # that the search may take longer than its limit: one run
-# Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.lines).
-_MOST_OPERATIONS, _MOST_RUN_S = 2_000_000, 10.0
+# Of a run with an edit, which may never end; a case that takes longer without it is not used
+# (attnlab.diagnosis.lines). Its processor time is at most that of the run without it times a slack.
+_MOST_OPERATIONS, _MOST_RUN_S, _LEAST_RUN_S, _SLACK = 2_000_000, 10.0, 1.0, 10.0
 
 
 def is_right(lab: Lab, case: Case, repair: Repair | None = None) -> bool | None:
@@ -100,19 +101,15 @@ def is_right(lab: Lab, case: Case, repair: Repair | None = None) -> bool | None:
 
     None if the kernel raises; False for an edit with which it takes too long.
     """
-    ran = _run(lab, case, repair, set())
+    ran = _run(lab, case, probe_of(repair, set(), _MOST_RUN_S))
     return None if ran is None else ran[0]
 
 
-def _run(
-    lab: Lab, case: Case, repair: Repair | None, condition: set[bool]
-) -> tuple[bool, torch.Tensor] | None:
-    """Return whether a Case is right with an edit, and its output, which is empty if it takes too long.
-
-    None if the kernel raises. Adds the values of the condition of the edit to ``condition``.
-    """
+def _run(lab: Lab, case: Case, probe: Probe) -> tuple[bool, torch.Tensor] | None:
+    """Return whether a Case is right with the edit of a probe, and its output, which is empty if it takes too
+    long; None if the kernel raises."""
     try:
-        with probing(probe_of(repair, condition)):
+        with probing(probe):
             ran = lab.run(case.replace(atol=None, rtol=0.0))
     except TooLong:
         return False, torch.empty(0)
@@ -125,11 +122,12 @@ def _run(
     return ran.status == "match", output
 
 
-def probe_of(repair: Repair | None, condition: set[bool]) -> Probe:
-    """Return the probe that runs an edit, within a limit; ``condition`` gets the values of its condition."""
+def probe_of(repair: Repair | None, condition: set[bool], seconds: float) -> Probe:
+    """Return the probe that runs an edit for at most some seconds of processor time; ``condition`` gets the
+    values of its condition."""
     if repair is None:
         return Probe()
-    limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
+    limit = Budget(operations=_MOST_OPERATIONS, seconds=seconds)
     names = {_OBSERVER: lambda value: _observed(value, condition)}
     return Probe(texts=repair.texts(_OBSERVER), names=names, budget=limit)
 
@@ -592,7 +590,7 @@ class Proof:
     ``case``: what is equal for equal cases. ``mask``: what a kernel may ignore. ``has_freed``: a window freed
     blocks. ``has_slots``: the case has slots without a token; if not, it runs with NaN outside of all tensors
     alone. ``runs``: what :meth:`run` returned, by the contents of the slots and the edit. ``conditions``:
-    the values of the condition of each edit.
+    the values of the condition of each edit. ``seconds``: processor time of a run without an edit.
     """
 
     case: Any
@@ -603,14 +601,14 @@ class Proof:
         default_factory=dict
     )
     conditions: dict[int | None, set[bool]] = dataclasses.field(default_factory=dict)
+    seconds: float = math.inf
     _arguments: list[dict[str, Any]] | None = None
 
-    def run(
-        self, slots: str, repair: Repair | None, condition: set[bool]
-    ) -> tuple[bool, torch.Tensor] | None:
-        """Return whether the case is right with an edit, and its output, [rows, …]; None if it raises.
+    def run(self, slots: str, probe: Probe) -> tuple[bool, torch.Tensor] | None:
+        """Return whether the case is right with the edit of a probe, and its output, [rows, …]; None if it
+        raises.
 
-        ``slots``: "garbage" or "nan". Adds the values of the condition of the edit to ``condition``.
+        ``slots``: "garbage" or "nan".
         """
         raise NotImplementedError
 
@@ -626,9 +624,15 @@ class Proof:
         slots = slots if self.has_slots else "nan"
         key = (slots, None if repair is None else id(repair))
         if key not in self.runs:
+            if repair is not None:
+                self._result("garbage", None)  # which says how long it may take with an edit
             condition = self.conditions.setdefault(key[1], set())
+            limit_s = min(_MOST_RUN_S, max(_LEAST_RUN_S, _SLACK * self.seconds))
+            start = time.process_time()
             with other_outside(math.nan if slots == "nan" else 0.0):
-                self.runs[key] = self.run(slots, repair, condition)
+                self.runs[key] = self.run(slots, probe_of(repair, condition, limit_s))
+            if repair is None:
+                self.seconds = min(self.seconds, time.process_time() - start)
         return self.runs[key]
 
     def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
@@ -719,11 +723,9 @@ class _CaseProof(Proof):
     def __post_init__(self) -> None:
         self.mask, self.has_freed = self.case.mask, self.case.freed == "empty"
 
-    def run(
-        self, slots: str, repair: Repair | None, condition: set[bool]
-    ) -> tuple[bool, torch.Tensor] | None:
+    def run(self, slots: str, probe: Probe) -> tuple[bool, torch.Tensor] | None:
         """Run the Case as :meth:`Proof.run` says."""
-        return _run(self.lab, with_contents(self.case, slots), repair, condition)
+        return _run(self.lab, with_contents(self.case, slots), probe)
 
     def similar(self) -> Iterator[Proof]:
         """Yield proofs by similar cases."""

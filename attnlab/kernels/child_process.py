@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 # A forked child could not use a GPU that its parent uses, nor torch's threads.
 START_METHOD = "spawn"
@@ -77,6 +79,8 @@ def run_in_child(job: bytes, sender: Any) -> None:
 
 
 Sender = Callable[[Any], object]
+T = TypeVar("T")
+R = TypeVar("R")
 Function = Callable[[Any], None]  # gets a function that sends things to the process that waits
 
 
@@ -205,6 +209,64 @@ def fork(function: Callable[[], Any]) -> Forked:
     """Call a function in a copy of this process, which uses one thread of torch."""
     reader, child = _started(lambda send: send(pickle.dumps(function())), math.inf)
     return Forked(child, reader)
+
+
+def in_copies(function: Callable[[T], R], items: Iterable[T], count: int) -> Iterator[R]:
+    """Yield what a function returns for each item, in order; this process and copies of it share the items.
+
+    ``count``: of the processes. What a copy returns is pickled; what it changes is lost. Raises what the
+    function raises, when its item is due. If the generator is closed, the copies end.
+    """
+    items = list(items)
+    count = min(count, len(items)) if can_copy() else 1
+
+    def serve(first: int, send: Sender) -> None:
+        for item in items[first::count]:
+            send(pickle.dumps(function(item)))
+
+    copies = [_started(partial(serve, first), math.inf) for first in range(1, count)]
+    try:
+        for at, item in enumerate(items):
+            if not at % count:
+                yield function(item)
+                continue
+            is_end, thing = _received(copies[at % count - 1][0])
+            if is_end:
+                raise thing if isinstance(thing, Exception) else RuntimeError("a process ended")
+            yield pickle.loads(thing)
+    finally:
+        for _, child in copies:
+            os.kill(child, signal.SIGKILL)
+        for copy in copies:
+            _ended(*copy)
+
+
+@contextmanager
+def in_background(function: Callable[[], R], count: int) -> Iterator[Callable[[], R]]:
+    """Yield a function that returns what ``function`` returns, and raises what it raises.
+
+    With ``count`` of at least 2 processes, a copy of this one computes it from now on, else this one does
+    when it is asked. If the result is not asked for, the copy ends.
+    """
+    if count < 2 or not can_copy():
+        yield function
+        return
+    copy, is_asked = fork(function), False
+
+    def result() -> R:
+        nonlocal is_asked
+        is_asked = True
+        found, error = copy.result()
+        if error is not None:
+            raise error
+        return found  # type: ignore[no-any-return]
+
+    try:
+        yield result
+    finally:
+        if not is_asked:
+            copy.kill()
+            copy.result()
 
 
 def restorable(error: BaseException) -> Exception:

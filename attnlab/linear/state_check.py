@@ -21,7 +21,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.shown import Document, Shown, json_fields, json_number
 from attnlab.diagnosis.claims import Claim, RepairClaim
 from attnlab.diagnosis.lines import lines_of_accesses, located
-from attnlab.diagnosis.repair_check import Proof, Proofs, claim_among, probe_of
+from attnlab.diagnosis.repair_check import Proof, Proofs, claim_among
 from attnlab.diagnosis.trials import Judge, Limit, Repair, Trials, TrialTarget
 from attnlab.kernels.triton.kernel_text import called_functions
 from attnlab.kernels.triton.launch_plan import recording_launches
@@ -189,12 +189,10 @@ class _TrialProof(Proof):
     runner: Runner
     has_slots: bool = False
 
-    def run(
-        self, slots: str, repair: Repair | None, condition: set[bool]
-    ) -> tuple[bool, torch.Tensor] | None:
+    def run(self, slots: str, probe: Probe) -> tuple[bool, torch.Tensor] | None:
         """Run the trial's call as :meth:`Proof.run` says."""
         try:
-            with probing(probe_of(repair, condition)):
+            with probing(probe):
                 ran = self.runner(self.trial.call)
         except TooLong:
             return False, torch.empty(0)

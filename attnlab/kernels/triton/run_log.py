@@ -33,6 +33,7 @@ from attnlab.tensors.call import KernelCall
 # stopped by a timer, where there is one.
 
 _OFTEN = 64  # operations between two looks at the clock
+_PARTS = 4  # of what is left, one of which a block may use
 _AGAIN_S = 0.05  # until the timer interrupts again what it could not interrupt
 # Functions of Triton and of the lab that change Triton's language, and must not be interrupted.
 _PATCHING = {"patch_module", "restore"}
@@ -58,6 +59,20 @@ class Budget:
     def left_s(self) -> float:
         """Return the processor time that is left, in seconds."""
         return self._end - time.process_time()
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Let a block use a part of what is left, and leave everything to what comes after it."""
+        operations, left_s, seconds = self.operations, self.left_s, self.seconds
+        self.operations = self.operations // _PARTS
+        if seconds < math.inf:
+            self._end = time.process_time() + left_s / _PARTS
+        try:
+            yield
+        finally:
+            self.operations = operations
+            if seconds < math.inf:
+                self._end = time.process_time() + left_s
 
     def spend(self) -> None:
         """Count an operation; raise TooLong if there was one too many, or if the time is over."""
@@ -166,7 +181,7 @@ def limited(budget: Budget | None) -> Iterator[None]:
     is_active = True
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_active and not _is_patching(frame):
+        if is_active and budget.left_s <= 0 and not _is_patching(frame):
             raise TooLong
 
     signal.signal(signal.SIGPROF, interrupt)

@@ -495,16 +495,17 @@ def _parts_of(text: str, whole: str) -> tuple[ast.FunctionDef, Parts]:
 def _edits(text: str, lines: frozenset[int], cost: int, whole: str) -> list[Edit]:
     """Return what :func:`edits` does."""
     function, parts = _parts_of(text, whole)
-    starts = row_starts(text)
+    starts, data = row_starts(text), text.encode()
     found = dict[tuple[int, int, str], Edit]()
+    plain = _plain if cost < 3 else str  # what is added differs as a text, too; there is much of it
     for statement in statements(function.body):
         if statement.lineno not in lines:
             continue
         used = _words_of(statement)
         for node, after in _changes(statement, parts, cost):
             start, end = span_of(node, starts)
-            before = text.encode()[start:end].decode()
-            if _plain(before) != _plain(after):
+            before = data[start:end].decode()
+            if plain(before) != plain(after):
                 revived = parts.revived(before, after)
                 edit = Edit(
                     line=node.lineno,
@@ -517,7 +518,7 @@ def _edits(text: str, lines: frozenset[int], cost: int, whole: str) -> list[Edit
                     revives=bool(revived),
                     is_kin=any(not used.isdisjoint(words(name)) for name in revived),
                 )
-                found.setdefault((start, end, _plain(after)), edit)
+                found.setdefault((start, end, plain(after)), edit)
     if cost == 1:
         return list(found.values())
     repeated = _edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []

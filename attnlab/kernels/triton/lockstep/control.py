@@ -26,6 +26,7 @@ from attnlab.kernels.triton.run_log import Budget, TooLong, iterated
 _MOST_STEPS = 1 << 20  # iterations of a while loop
 _SMALL = 1 << 30  # loop variables below it stay far from the end of int32
 _MOST_IDLE = 24  # idle programs in the mean of a loop's iterations, before a batch is split
+_MOST_TIMES = 8  # the median of the trips of a loop, and one, that an edit may take with others
 
 
 class Refused(Exception):
@@ -62,8 +63,9 @@ class Batch:
     - ``edits``: (P,) int64, the edit of the kernel that each program has, if they have any. ``raised``: what
       the expressions of edits raised; ``apart``: groups of edits with values that cannot be united with the
       others. Programs with such an edit go on with a value of others, and what they do means nothing.
-      ``slow``: the edit whose expression takes too long. ``budget``: the limit of operations, which does not
-      count those of edits' expressions that end.
+      ``skipped``: edits whose expression takes too long, or with a loop that is much longer than those of
+      the others, which they do not run. ``budget``: the limit of operations, which does not count those of
+      edits' expressions.
     - ``scalar_loops``: the number of loops around whose variable is a scalar of Triton, not an int.
     """
 
@@ -77,7 +79,7 @@ class Batch:
     edits: Any = None
     raised: dict[int, Exception] = field(default_factory=dict)
     apart: list[list[int]] = field(default_factory=list)
-    slow: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     budget: Budget = field(default_factory=lambda: Budget(operations=0))
     scalar_loops: int = 0
 
@@ -366,21 +368,19 @@ def varied(variables: Mapping[str, Any], value: Part, site: Edited, read: Any) -
     or that raise something, are noted. ``read`` has the names of all variables that a part reads.
     """
     batch = running()
-    present = set(batch.edits.tolist()).difference(batch.raised, *batch.apart)
+    present = set(batch.edits.tolist()).difference(batch.raised, batch.skipped, *batch.apart)
     found: dict[Any, list[tuple[Any, Any]]] = {}
     rest = np.ones(batch.size, np.bool_)
     for number in sorted(present.intersection(site.edits)):
         mask = batch.edits == number
         if narrowed(mask).any():
-            left = batch.budget.operations
             try:
-                one = _of_part(batch, mask, site.part(number), variables)
-                batch.budget.operations = left
+                with batch.budget.part():
+                    one = _of_part(batch, mask, site.part(number), variables)
             except Diverged:
                 raise
             except TooLong:
-                batch.slow.append(number)
-                raise
+                batch.skipped.append(number)
             except Exception as error:  # also Refused
                 batch.raised[number] = error
             else:
@@ -615,7 +615,7 @@ def _steps(items: Any, masks: bool, any_begin: bool, marks: Marks | None) -> Ite
         yield from items
         return
     items.check_begin(any_begin)
-    batch, trips = running(), items.trips()
+    batch, trips = running(), _without_skipped(items.trips())
     if is_uniform(trips):
         most = int(batch.live(trips)[0])
     elif not masks:
@@ -637,6 +637,18 @@ def _steps(items: Any, masks: bool, any_begin: bool, marks: Marks | None) -> Ite
         yield tl.tensor(handle, tl.int32) if is_scalar else int(batch.live(now)[0])
     batch.active = outer
     batch.scalar_loops -= is_scalar
+
+
+def _without_skipped(trips: Any) -> Any:
+    """Return the trip counts, 0 for edits that have much larger ones than others; these are noted."""
+    batch = running()
+    if batch.edits is None:
+        return trips
+    is_long = narrowed(trips > _MOST_TIMES * (1 + np.median(batch.live(trips))))
+    if not is_long.any():
+        return trips
+    batch.skipped += np.unique(batch.edits[is_long]).tolist()
+    return np.where(is_long, 0, trips)
 
 
 def _longest(batch: Batch, trips: Any) -> int:

@@ -274,7 +274,7 @@ class EditRun:
             with self.prepare(notes, extension_of(interpreter)), limited(budget):
                 kernel(**self.launch.converted)
             raised |= {n for n, error in batch.raised.items() if _is_of_kernel(error, file)}
-            unclear = set(batch.raised).union(*batch.apart)
+            unclear = set(batch.raised).union(batch.skipped, *batch.apart)
             for at, place in enumerate(places.tolist()):
                 if int(numbers[at]) not in unclear:
                     ended[place] = list(_of_program(tensors.stores, at))
@@ -284,7 +284,8 @@ class EditRun:
         except Diverged as diverged:
             todo += [(places[group], is_alike) for group in diverged.groups]
         except TooLong:
-            left = ~np.isin(numbers, batch.slow or numbers[batch.is_active])
+            slow = numbers[batch.is_active].tolist()
+            left = ~np.isin(numbers, [*slow, *batch.skipped])
             todo += [(places[left], is_alike)] if left.any() else []
         except Exception as error:  # of one of them, or of lockstep
             is_first = numbers < kinds[len(kinds) // 2]

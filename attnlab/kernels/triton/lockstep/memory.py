@@ -438,6 +438,22 @@ def separated(pointers: Any, size: int) -> tuple[int, Any, int, int, int] | None
     return axis, rows, run, step, count // run
 
 
+def _data_of(value: Any, pointers: Any) -> Any:
+    """Return the array of a value with as many axes as the pointers of an access; None for None."""
+    data = value if isinstance(value, np.ndarray) or value is None else value.data
+    if data is not None and data.ndim != len(shape_of(pointers)):
+        raise Refused("an access with different numbers of axes")
+    return data
+
+
+def _mask_of(mask: Any, pointers: Any) -> Any:
+    """Return the array of a mask, bool, as :func:`_data_of`."""
+    data = _data_of(mask, pointers)
+    if data is not None and data.dtype != np.bool_:
+        raise Refused("a mask that is not of type bool")  # NumPy would take it for indices
+    return data
+
+
 def patch_memory(interpreter: Any, scope: Any) -> None:
     """Let the builder load from and store to the tensors of a batch, through ``scope``."""
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -447,17 +463,11 @@ def patch_memory(interpreter: Any, scope: Any) -> None:
         is_short = is_bfloat16(kind)
         return kind, np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(kind), is_short
 
-    def data_of(value: Any, pointers: Any) -> Any:
-        data = value if isinstance(value, np.ndarray) or value is None else value.data
-        if data is not None and data.ndim != len(shape_of(pointers)):
-            raise Refused("an access with different numbers of axes")
-        return data
-
     def loaded(
         self: Any, pointers: Any, mask: Any, other: Any = None, *rest: Any, **named: Any
     ) -> Any:
         kind, dtype, is_short = element(pointers)
-        allowed, fill = data_of(mask, pointers), data_of(other, pointers)
+        allowed, fill = _mask_of(mask, pointers), _data_of(other, pointers)
         if is_short and fill is not None:
             fill = encoded(fill)
         if fill is not None and fill.dtype != dtype:
@@ -467,7 +477,7 @@ def patch_memory(interpreter: Any, scope: Any) -> None:
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         _, dtype, is_short = element(pointers)
-        allowed, given = data_of(mask, pointers), data_of(value, pointers)
+        allowed, given = _mask_of(mask, pointers), _data_of(value, pointers)
         bits = encoded(given) if is_short else given
         if bits.dtype.itemsize != dtype.itemsize:
             bits = bits.astype(dtype)
