@@ -22,7 +22,7 @@ from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.reruns import further_cases, nearby_cases
 from attnlab.diagnosis.trials import Repair
-from attnlab.kernels.child_process import can_copy, fork, run_in_copy
+from attnlab.kernels.child_process import in_copies, run_in_copy
 from attnlab.kernels.control import rows_equal, uncontrolled
 from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.kernel_text import row_starts
@@ -40,7 +40,7 @@ _FEWEST = (
     10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
 )
 _MOST_CASES = 100  # about as many as there can be
-_PROOFS_OF_CORE = 2  # that a core runs at a time
+_PROOFS_AT_ONCE = 16  # that are shared by all cores
 _MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few
 _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
 # (query_len, ctx_len). In the third, rows from 36 on have a window of 5 that begins after a tile of 16 or 32,
@@ -346,27 +346,21 @@ def _holds(proofs: Sequence["Proof"], repair: Repair, end: float) -> bool:
 
 def _asked(proofs: Iterable["Proof"], ask: Callable[["Proof"], object]) -> Iterator["Proof"]:
     """Yield proofs after the runs that ``ask`` needs, for which some proofs at a time use all cores."""
-    left, count = iter(proofs), cores() if can_copy() else 1
-    while some := list(islice(left, _PROOFS_OF_CORE * count)):
-        shares = [some[i::count] for i in range(count)] if count > 1 else []
-        copies = [fork(partial(_runs_after, share, ask)) for share in shares[1:]]
-        for proof in shares[0] if shares else ():
-            ask(proof)
-        for share, copy in zip(shares[1:], copies, strict=True):
-            found, _ = copy.result()  # None after a crash: the runs are made here again
-            for proof, (runs, conditions) in zip(share, found or (), strict=False):
-                proof.runs |= runs
-                proof.conditions |= conditions
-        yield from some
 
-
-def _runs_after(
-    proofs: Sequence["Proof"], ask: Callable[["Proof"], object]
-) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Return the runs and conditions of proofs, with those that ``ask`` needs."""
-    for proof in proofs:
+    def asked(proof: Proof) -> tuple[dict[Any, Any], dict[Any, set[bool]]]:
+        """Return the runs that a proof needs in addition, and its conditions."""
+        known = set(proof.runs)
         ask(proof)
-    return [(proof.runs, proof.conditions) for proof in proofs]
+        more = {key: ran for key, ran in proof.runs.items() if key not in known}
+        return more, proof.conditions
+
+    left = iter(proofs)
+    while some := list(islice(left, _PROOFS_AT_ONCE)):
+        runs = in_copies(asked, some, cores())
+        for proof, (more, conditions) in zip(some, runs, strict=True):
+            proof.runs |= more
+            proof.conditions |= conditions
+            yield proof
 
 
 def _claim_of(

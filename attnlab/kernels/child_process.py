@@ -215,7 +215,8 @@ def in_copies(function: Callable[[T], R], items: Iterable[T], count: int) -> Ite
     """Yield what a function returns for each item, in order; this process and copies of it share the items.
 
     ``count``: of the processes. What a copy returns is pickled; what it changes is lost. Raises what the
-    function raises, when its item is due. If the generator is closed, the copies end.
+    function raises, when its item is due. The items of a copy that crashes are left to this process. If the
+    generator is closed, the copies end.
     """
     items = list(items)
     count = min(count, len(items)) if can_copy() else 1
@@ -225,15 +226,15 @@ def in_copies(function: Callable[[T], R], items: Iterable[T], count: int) -> Ite
             send(pickle.dumps(function(item)))
 
     copies = [_started(partial(serve, first), math.inf) for first in range(1, count)]
+    crashed = {0}  # this process, too, has no copy
     try:
         for at, item in enumerate(items):
-            if not at % count:
-                yield function(item)
-                continue
-            is_end, thing = _received(copies[at % count - 1][0])
-            if is_end:
-                raise thing if isinstance(thing, Exception) else RuntimeError("a process ended")
-            yield pickle.loads(thing)
+            own = at % count
+            is_end, thing = (True, EOFError) if own in crashed else _received(copies[own - 1][0])
+            if isinstance(thing, Exception):
+                raise thing
+            crashed |= {own} if is_end else set()
+            yield function(item) if is_end else pickle.loads(thing)
     finally:
         for _, child in copies:
             os.kill(child, signal.SIGKILL)

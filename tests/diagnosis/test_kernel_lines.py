@@ -20,10 +20,11 @@ from attnlab.diagnosis.lines import locate_lines, preferred, why_unavailable
 from attnlab.diagnosis.trials import COSTS, EditedForms, Limit, Repair, kernel_text
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import compile_text, statement_lines
+from attnlab.kernels.triton.lockstep.edits import EditRun
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.run_log import TooLong
-from attnlab.kernels.triton.source_edits import edits
+from attnlab.kernels.triton.source_edits import Edit, edits
 from attnlab.lab.lab import Lab
 from attnlab.weights.conclude import xray
 
@@ -137,6 +138,34 @@ def test_edits_that_run_together_have_the_outputs_that_each_has_alone(tmp_path):
     assert kinds["differs", False] > 20
     assert min(kinds["raises"], kinds["same", False], kinds["differs", True]) > 0, kinds
     assert kinds["alone"] < len(found) / 3
+
+
+def test_edits_that_take_long_do_not_stop_those_that_run_with_them(tmp_path, monkeypatch):
+    """Two loops with many iterations and an expression that takes long; one batch is enough."""
+    case, _ = planted(tmp_path, "first // BLOCK", "first % BLOCK")
+    with probing(Probe(records=True)) as probe:
+        output = Lab(device="cpu").output(case)
+    replay = Replay(probe.launches, output.shape)
+    function = probe.launches[0].function
+    kernel = kernel_text(function, (), ())
+    slow = "(scores + sum(tl.sum(scores, 0) for _ in range(1 << 30)))"
+    changes = {"end + 1": ["(1 << 40)", "(1 << 30)", "end"], "scores - new": [slow, "scores"]}
+    found = [(kernel, kernel.text, edit_at(kernel.text, a, b)) for a in changes for b in changes[a]]
+    steps = list[int]()
+    step = EditRun._step
+    monkeypatch.setattr(EditRun, "_step", lambda run, *rest: (steps.append(1), step(run, *rest)))
+    forms = EditedForms(found)
+    outputs = [forms.output(number, replay, replay.units[:2]) for number in range(len(found))]
+    assert [isinstance(one, torch.Tensor) for one in outputs] == [False, False, True, False, True]
+    assert len(steps) == 1
+
+
+def edit_at(text: str, before: str, after: str) -> Edit:
+    """Return the edit that puts a text in the place of another, which a kernel has once."""
+    start = text.index(before)
+    line = text[:start].count("\n") + 1
+    places = {"start": start, "end": start + len(before)}
+    return Edit(line=line, statement=line, before=before, after=after, cost=1, **places)
 
 
 @pytest.mark.slow

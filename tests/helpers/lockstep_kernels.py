@@ -285,3 +285,10 @@ def late_load(out, count):
 def walrus(out, count):
     if (n := tl.program_id(0)) > 1:
         tl.store(out + n, 5.0)
+
+
+@triton.jit
+def mask_of_numbers(source, out):
+    i = tl.program_id(0)
+    at = 2 * i + tl.arange(0, 2)
+    tl.store(out + at, tl.load(source + at, mask=at % 3, other=7.0))

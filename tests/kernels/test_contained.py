@@ -1,5 +1,6 @@
 """A user's code cannot end attnlab, and its exceptions name the line of the user's file."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -217,3 +218,59 @@ def test_without_copies_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) 
     process: list[object] = []
     assert child_process.run_in_copy(lambda send: send(os.getpid()), process.append, 1.0) == ""
     assert process == [os.getpid()]
+
+
+def squares(number: int) -> tuple[int, int]:
+    if number == 5:
+        raise ValueError("no 5")
+    return number * number, os.getpid()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_copies_share_items_and_keep_their_order(count: int) -> None:
+    found = list(child_process.in_copies(squares, [3, 1, 2, 4], count))
+    assert [one for one, _ in found] == [9, 1, 4, 16]
+    assert len({process for _, process in found}) == min(count, 4)
+    assert list(child_process.in_copies(squares, [], count)) == []
+
+
+def test_a_copy_raises_when_its_item_is_due_and_ends_with_the_loop() -> None:
+    """Items after the one that fails are not needed, and one that takes for ever ends."""
+
+    def slow(number: int) -> int:
+        time.sleep(1000.0 * (number > 5))
+        return squares(number)[0]
+
+    with contextlib.closing(child_process.in_copies(slow, [1, 2, 3, 5, 4, 6], 2)) as shared:
+        assert [next(shared) for _ in range(3)] == [1, 4, 9]
+        with pytest.raises(ValueError, match="no 5"):
+            next(shared)
+    with contextlib.closing(child_process.in_copies(slow, [1, 6], 2)) as shared:
+        assert next(shared) == 1
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_the_items_of_a_copy_that_crashes_are_left_to_this_process() -> None:
+    here = os.getpid()
+
+    def crash(number: int) -> tuple[int, int]:
+        if number == 4 and os.getpid() != here:
+            ctypes.string_at(1)
+        return squares(number)
+
+    found = list(child_process.in_copies(crash, [1, 2, 3, 4, 6, 7], 2))
+    assert [one for one, _ in found] == [1, 4, 9, 16, 36, 49]
+    assert [process == here for _, process in found] == [True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_function_in_the_background_is_asked_or_ends(count: int) -> None:
+    with child_process.in_background(lambda: squares(3), count) as asked:
+        found, process = asked()
+    assert (found, process != os.getpid()) == (9, count > 1)
+    with child_process.in_background(lambda: time.sleep(1000.0), count):
+        pass
+    fails = pytest.raises(ValueError, match="no 5")
+    with child_process.in_background(lambda: squares(5), count) as asked, fails:
+        asked()

@@ -245,6 +245,12 @@ def test_what_is_refused_runs_one_program_after_another(kernels, name, why):
     assert [one.text() for one in log.launches] == [f"{name}[8]"]
 
 
+def test_a_mask_of_numbers_is_refused(kernels):
+    """The language allows it for a load; NumPy would take the numbers for indices."""
+    log = run_both(kernels.mask_of_numbers, (8,), torch.arange(16.0), torch.zeros(16))
+    assert log.alone == {"mask_of_numbers": "a mask that is not of type bool"}
+
+
 @pytest.mark.parametrize("most", [1, 3, 256])
 @pytest.mark.parametrize("name", ["equal_element", "same_element", "equal_then_other", "earlier"])
 def test_the_last_of_several_programs_stores(kernels, monkeypatch, name, most):
