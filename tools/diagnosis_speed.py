@@ -3,7 +3,7 @@
 python tools/diagnosis_speed.py SOURCE --out FILE [--count N] [--base CHECKOUT]
 
 SOURCE is a checkout of vLLM's sources, or what `attnlab fetch --ops 0.33.0` prints. The faults are those
-that were written by hand for the held-out draws (docs/held-out-faults.json), those of the first draw first.
+that were written by hand for the held-out draws (docs/held-out-faults.json), one of each op in turn.
 Each is diagnosed on the first hostile case with a wrong output. With --base, the attnlab of another checkout
 diagnoses the same case, one after the other, and the statements that differ are printed.
 """
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,14 @@ print(json.dumps([found.status, found.conclusion]))
 
 
 def faults() -> Iterator[HandFault]:
-    """Yield the faults of the draws, each once, with those of the first draw first."""
-    done = set[tuple[Any, ...]]()
+    """Yield the faults of the draws, each once: one of each op in turn."""
+    of_ops: dict[str, dict[Any, HandFault]] = {}
     for draw in json.loads(_FAULTS.read_text())["draws"]:
         for one in map(HandFault.from_dict, draw["by_hand"]):
-            if one.op in OPS and one.changes not in done:
-                done.add(one.changes)
-                yield one
+            if one.op in OPS:
+                of_ops.setdefault(one.op, {}).setdefault(one.changes, one)
+    for some in zip_longest(*(found.values() for found in of_ops.values())):
+        yield from (one for one in some if one is not None)
 
 
 def planted(fault: HandFault, source: Path, folder: Path) -> Path | None:
@@ -88,6 +90,7 @@ def measured(checkout: Path, source: Path, case: Case) -> dict[str, Any]:
     ran = subprocess.run(
         [sys.executable, "-c", _DIAGNOSE, str(source), case.to_json()],
         env={**os.environ, "PYTHONPATH": str(checkout)},
+        cwd=checkout,
         stdout=subprocess.PIPE,
         check=True,
     )

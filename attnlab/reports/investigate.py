@@ -65,7 +65,6 @@ _IMPORTED = (
     "ipykernel.kernelapp",
     "ipykernel.ipkernel",
     "attnlab.lab.lab",
-    "attnlab.lab.lab",
     "attnlab.show.notebook",
     "attnlab.show.plots",
     "attnlab.diagnosis.diagnose",
