@@ -374,7 +374,7 @@ _MOST_IDLE = (
 )
 _GRACE_S = 15.0  # that trials may take longer than their limit: one run, and one of a second case
 _STEP = 0.01  # by which an edit of a statement comes after that before it, in units of suspicion
-_MORE = 100  # edits that are tried after one that repairs everything
+_MORE = 300  # edits that are tried after the last that repairs everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,7 +462,7 @@ class Trials:
     wrong_units: list[Unit] = field(init=False)
     suspects: list[Unit] = field(init=False)
     kernels: list[KernelText] = field(init=False)
-    _first: float = math.inf  # the number of edits up to the first that repairs everything
+    _last: float = math.inf  # the number of edits up to the last that repairs everything
 
     def __post_init__(self) -> None:
         units = self.replay.units
@@ -521,12 +521,12 @@ class Trials:
             kernel, text, edit = found
             repair = Repair(kernel=kernel, text=text, edit=edit, share=share, holds=holds)
             self.repairs.append(repair)
-            self._first = min(self._first, self.tried) if repair.is_full else self._first
+            self._last = self.tried if repair.is_full else self._last
 
     def _is_enough(self, edit: Edit) -> bool:
         """Answer whether a cheaper edit than the next one repairs everything, or one long before it."""
         full = [one.edit.cost for one in self.repairs if one.is_full]
-        return bool(full) and (min(full) < edit.cost or self.tried > self._first + _MORE)
+        return bool(full) and (min(full) < edit.cost or self.tried > self._last + _MORE)
 
     def _run(
         self,
