@@ -226,15 +226,19 @@ def in_copies(function: Callable[[T], R], items: Iterable[T], count: int) -> Ite
             send(pickle.dumps(function(item)))
 
     copies = [_started(partial(serve, first), math.inf) for first in range(1, count)]
-    crashed = {0}  # this process, too, has no copy
+    here = {0}  # shares that this process has
     try:
         for at, item in enumerate(items):
-            own = at % count
-            is_end, thing = (True, EOFError) if own in crashed else _received(copies[own - 1][0])
-            if isinstance(thing, Exception):
-                raise thing
-            crashed |= {own} if is_end else set()
-            yield function(item) if is_end else pickle.loads(thing)
+            share = at % count
+            if share not in here:
+                is_end, thing = _received(copies[share - 1][0])
+                if isinstance(thing, Exception):
+                    raise thing
+                if not is_end:
+                    yield pickle.loads(thing)
+                    continue
+                here.add(share)
+            yield function(item)
     finally:
         for _, child in copies:
             os.kill(child, signal.SIGKILL)
