@@ -290,7 +290,8 @@ def _loading(trials: Trials, call: KernelCall, row: int, slot: int) -> Iterator[
 _MOST_LINES = 25
 _LINE_WORD = re.compile(r"[^\W_]+|[^\w\s(),]+")
 _LEAST_EXCESS = 0.05
-# Suspicion of the first line by accesses or the X-ray, and by how much that of the next lines is less.
+# Suspicion of the first line by accesses or the X-ray, in units of the cost of an edit, and by how much that
+# of the next lines is less. Costly edits of the first lines come before cheap ones of the others.
 _FIRST, _STEP = 1.3, 0.03
 _MOST_SUSPICIOUS = 40  # lines
 # Of a case that is small enough, estimated.

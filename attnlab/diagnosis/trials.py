@@ -365,16 +365,14 @@ def argument_at(launches: list[LaunchLog], address: int) -> torch.Tensor | None:
 
 
 COSTS = (1, 2, 3)
-_OF_COST = {1: 0.0, 2: 2.0, 3: 2.5}  # suspicion of a line that makes up for a cost above 1
-# What an edit that uses an unused name gains, in units of suspicion: a fault may have left it out. The first
+# What an edit that uses an unused name gains, in units of the cost: a fault may have left it out. The first
 # is for a statement with similar names.
 _REVIVED, _REVIVED_ELSEWHERE = 2.0, 0.8
 _MOST_IDLE = (
     4  # programs that store nothing, of those that run if no program stores a wrong element
 )
 _GRACE_S = 15.0  # that trials may take longer than their limit: one run, and one of a second case
-_STEP = 0.01  # by which an edit of a statement comes after that before it, in units of suspicion
-_MORE = 300  # edits that are tried after the last that repairs everything
+_STEP = 0.003  # by which an edit of a statement comes after that before it, in units of the cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,7 +460,6 @@ class Trials:
     wrong_units: list[Unit] = field(init=False)
     suspects: list[Unit] = field(init=False)
     kernels: list[KernelText] = field(init=False)
-    _last: float = math.inf  # the number of edits up to the last that repairs everything
 
     def __post_init__(self) -> None:
         units = self.replay.units
@@ -480,8 +477,8 @@ class Trials:
     ) -> None:
         """Try edits up to the limit, the cheapest of the most suspicious lines first.
 
-        ``suspicion``: of a line, from 0 to 1.5. Edits that add a part are tried on ``lines`` only. After an
-        edit that repairs everything some more are tried, none of them more costly.
+        ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
+        If edits of one cost repair everything, more costly ones are not tried.
 
         The trials run in copies of this process, one for each core: a crash, or a loop that nothing else
         stops, ends the trials of its copy only. What was found before is kept.
@@ -519,14 +516,13 @@ class Trials:
         share, holds = outcome
         if share > 0:
             kernel, text, edit = found
-            repair = Repair(kernel=kernel, text=text, edit=edit, share=share, holds=holds)
-            self.repairs.append(repair)
-            self._last = self.tried if repair.is_full else self._last
+            self.repairs.append(
+                Repair(kernel=kernel, text=text, edit=edit, share=share, holds=holds)
+            )
 
     def _is_enough(self, edit: Edit) -> bool:
-        """Answer whether a cheaper edit than the next one repairs everything, or one long before it."""
-        full = [one.edit.cost for one in self.repairs if one.is_full]
-        return bool(full) and (min(full) < edit.cost or self.tried > self._last + _MORE)
+        """Answer whether a cheaper edit than the next one repairs everything."""
+        return any(one.is_full and one.edit.cost < edit.cost for one in self.repairs)
 
     def _run(
         self,
@@ -573,7 +569,7 @@ class Trials:
                         int
                     ]()  # so that the edits of a statement take turns with the others
                     for edit in edits(text, chosen, cost, kernel.text):
-                        order = _OF_COST[cost] - suspicion(kernel.line(edit.statement))
+                        order = cost - suspicion(kernel.line(edit.statement))
                         order += _STEP * ranks[edit.statement]
                         ranks[edit.statement] += 1
                         if edit.revives:
