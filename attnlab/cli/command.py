@@ -267,12 +267,15 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
         TimeRemainingColumn(compact=True),
     )
     console = errors()
+    own = os.getpid()
     with Steps(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=None)
 
         def update(
             step: str | None = None, done: int | None = None, total: int | None = None
         ) -> None:
+            if os.getpid() != own:  # in a copy, the lock of the bar may be held for ever
+                return
             if total not in (None, bar.tasks[0].total):  # another count: the speed begins anew
                 bar.reset(task, total=total)
             *above, last = (step or text).split("\n")

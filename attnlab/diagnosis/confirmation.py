@@ -12,6 +12,7 @@ import torch
 
 from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.fields import runs_triton
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
@@ -253,7 +254,6 @@ def confirmed_features(lab: Lab, case: Case) -> FeatureClaim | None:
     """
     end, cases = time.process_time() + _MOST_S, 0
     left = _right_without(lab, features_of(case), case)
-    processes = cores() if lab.backend(case).is_deterministic else 1
 
     def examined(other: Case) -> tuple[bool | None, list[str]]:
         """Return whether another case is right, and the features without which it is; those of now."""
@@ -261,7 +261,7 @@ def confirmed_features(lab: Lab, case: Case) -> FeatureClaim | None:
         return right, [] if right is None else _right_without(lab, left, other)
 
     others = (*further_cases(case), *nearby_cases(case))
-    for right, nouns in in_copies(examined, others if left else (), processes):
+    for right, nouns in in_copies(examined, others if left else (), processes_of(lab, case)):
         if right is not None:
             left = [noun for noun in left if noun in nouns]
             cases += not right
@@ -270,6 +270,13 @@ def confirmed_features(lab: Lab, case: Case) -> FeatureClaim | None:
     if not left or cases < _LEAST_CASES:
         return None
     return FeatureClaim(features=tuple(left), cases=cases)
+
+
+def processes_of(lab: Lab, case: Case) -> int:
+    """Return how many processes may run the kernels of a Case at a time: all cores for interpreted ones of
+    which equal runs are equal, one for a model, which takes no time."""
+    is_interpreted = runs_triton(case.backend) and lab.backend(case).is_deterministic
+    return cores() if is_interpreted else 1
 
 
 def _right_without(lab: Lab, features: Iterable[str], case: Case) -> list[str]:

@@ -32,7 +32,7 @@ from attnlab.diagnosis.claims import (
     recorded_facts,
     side_claims,
 )
-from attnlab.diagnosis.confirmation import find_rule, with_features
+from attnlab.diagnosis.confirmation import find_rule, processes_of, with_features
 from attnlab.diagnosis.decision import (
     check_output,
     collect_evidence,
@@ -461,8 +461,7 @@ def _with_runs(
     diagnosis = without_unfounded_rule(diagnosis)
     diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
     announce(_confirmed(diagnosis))
-    processes = kernel_of(own, case).processes
-    diagnosis = with_accesses(lab, case, diagnosis, own.run, processes)
+    diagnosis = with_accesses(lab, case, diagnosis, own.run, processes_of(own, case))
     diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
     diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
     announce(_confirmed(diagnosis))

@@ -16,7 +16,13 @@ from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
 from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
-from attnlab.diagnosis.confirmation import find_rule, is_hidden, with_leaks, with_second_cases
+from attnlab.diagnosis.confirmation import (
+    find_rule,
+    is_hidden,
+    processes_of,
+    with_leaks,
+    with_second_cases,
+)
 from attnlab.diagnosis.decision import (
     Evidence,
     Examination,
@@ -44,7 +50,6 @@ from attnlab.diagnosis.reruns import (
 )
 from attnlab.kernels.child_process import in_background, in_copies
 from attnlab.kernels.control import Control, rows_agree
-from attnlab.kernels.triton.interpreter import cores
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
@@ -358,7 +363,7 @@ class Kernel:
 
     ``run``: runs a Case; ``run_with``: runs a Case with another cache than ``cache_of`` returns for it, or
     None; ``xray``: measures the weights. All outputs are on the CPU. ``is_deterministic``: as
-    ``Backend.is_deterministic``.
+    ``Backend.is_deterministic``. ``processes``: how many processes may run it at a time.
     """
 
     run: Rerun
@@ -366,11 +371,7 @@ class Kernel:
     cache_of: Callable[[Case], PagedCache] | None = None
     xray: Callable[[Case], XRay] | None = None
     is_deterministic: bool = False
-
-    @property
-    def processes(self) -> int:
-        """Return how many processes may run the kernel at a time: one if equal runs are compared."""
-        return cores() if self.is_deterministic else 1
+    processes: int = 1
 
     def check_repeats(
         self, control: Control, case: Case, output: torch.Tensor, diagnosis: Diagnosis
@@ -388,6 +389,7 @@ def kernel_of(lab: Lab, case: Case) -> Kernel:
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
         xray=lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
+        processes=processes_of(lab, case),
     )
 
 
