@@ -33,7 +33,7 @@ from attnlab.tensors.call import KernelCall
 # stopped by a timer, where there is one.
 
 _OFTEN = 64  # operations between two looks at the clock
-_PARTS = 4  # of what is left, one of which a block may use
+_PARTS = 4  # a block may use a quarter of the operations and the time that are left
 _AGAIN_S = 0.05  # until the timer interrupts again what it could not interrupt
 # Functions of Triton and of the lab that change Triton's language, and must not be interrupted.
 _PATCHING = {"patch_module", "restore"}
@@ -62,7 +62,7 @@ class Budget:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Let a block use a part of what is left, and leave everything to what comes after it."""
+        """Let a block use a quarter of what is left; what comes after the block has all of it again."""
         operations, left_s, seconds = self.operations, self.left_s, self.seconds
         self.operations = self.operations // _PARTS
         if seconds < math.inf:
