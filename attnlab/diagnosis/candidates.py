@@ -677,9 +677,9 @@ def screen(
     found = in_copies(lambda variant: _screened(problem, worst, variant), variants, count)
     return [
         Candidate(
-            name=variant.name, text=variant.text, seen_in=variant.seen_in, defect=variant, **fields
+            name=variant.name, text=variant.text, seen_in=variant.seen_in, defect=variant, **numbers
         )
-        for variant, fields in zip(variants, found, strict=True)
+        for variant, numbers in zip(variants, found, strict=True)
     ]
 
 

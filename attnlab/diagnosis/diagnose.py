@@ -118,7 +118,7 @@ def with_accesses(
     found, others = [first], (*further_cases(case), *few_sequences(case, fewer_kernels=True))
     for facts in in_copies(lambda other: access_facts(lab, other, run), others, processes):
         found.append(facts)
-        if bool(found[-1].is_wrong.any()) and claim_of_facts(found) is None:
+        if bool(facts.is_wrong.any()) and claim_of_facts(found) is None:
             return diagnosis
     claim = claim_of_facts(found)
     if claim is None:

@@ -347,19 +347,20 @@ def _holds(proofs: Sequence["Proof"], repair: Repair, end: float) -> bool:
 def _asked(proofs: Iterable["Proof"], ask: Callable[["Proof"], object]) -> Iterator["Proof"]:
     """Yield proofs after the runs that ``ask`` needs, for which some proofs at a time use all cores."""
 
-    def asked(proof: Proof) -> tuple[dict[Any, Any], dict[Any, set[bool]]]:
-        """Return the runs that a proof needs in addition, and its conditions."""
+    def asked(proof: Proof) -> tuple[dict[Any, Any], dict[Any, set[bool]], float]:
+        """Return the runs that a proof needs in addition, its conditions, and its seconds."""
         known = set(proof.runs)
         ask(proof)
         more = {key: ran for key, ran in proof.runs.items() if key not in known}
-        return more, proof.conditions
+        return more, proof.conditions, proof.seconds
 
     left = iter(proofs)
     while some := list(islice(left, _PROOFS_AT_ONCE)):
         runs = in_copies(asked, some, cores())
-        for proof, (more, conditions) in zip(some, runs, strict=True):
+        for proof, (more, conditions, seconds) in zip(some, runs, strict=True):
             proof.runs |= more
             proof.conditions |= conditions
+            proof.seconds = seconds
             yield proof
 
 

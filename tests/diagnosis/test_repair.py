@@ -225,6 +225,20 @@ def test_an_edit_that_ends_its_process_is_left_out(lab, case):
     assert find_claim(lab, case, [dataclasses.replace(right, edit=edit), right]).repair is right
 
 
+def test_what_a_copy_learns_of_a_proof_comes_back(monkeypatch):
+    """Also how long a run takes, which limits those with an edit."""
+
+    class Known(Proof):
+        def run(self, slots, probe):
+            return True, torch.zeros(1, 1)
+
+    monkeypatch.setattr(repair_check, "cores", lambda: 2)
+    proofs = [Known(case=case) for case in range(4)]
+    asked = list(repair_check._asked(proofs, lambda one: one.is_about_numbers))
+    assert asked == proofs
+    assert all(one.runs.keys() == {("garbage", None)} and one.seconds < 1 for one in proofs)
+
+
 def test_varied_cases_have_a_sequence_as_long_as_that_of_the_case():
     """Else they may not show the fault at all, and refute no edit: a tile has up to 128 rows."""
     long = SMALL.replace(query_lens=(2, 258), ctx_lens=(20, 0), num_blocks=None)

@@ -63,16 +63,14 @@ class Budget:
     @contextmanager
     def part(self) -> Iterator[None]:
         """Let a block use a quarter of what is left; what comes after the block has all of it again."""
-        operations, left_s, seconds = self.operations, self.left_s, self.seconds
-        self.operations = self.operations // _PARTS
-        if seconds < math.inf:
-            self._end = time.process_time() + left_s / _PARTS
+        operations, left_s = self.operations, self.left_s
+        self.operations = operations // _PARTS
+        self._end = time.process_time() + left_s / _PARTS
         try:
             yield
         finally:
             self.operations = operations
-            if seconds < math.inf:
-                self._end = time.process_time() + left_s
+            self._end = time.process_time() + left_s
 
     def spend(self) -> None:
         """Count an operation; raise TooLong if there was one too many, or if the time is over."""
