@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from attnlab.case.case import Case
@@ -168,7 +169,8 @@ def recorded_facts(
     known = case.replace(empty_slots="garbage")
     with probing(Probe(accesses=True)) as probe:
         output = run(known).output
-    for stores in stores_of(probe.launches):
+    written = stores_of(probe.launches)
+    for stores in written:
         # the kernels of an op may have several names for the output
         is_output = _is_output(stores.tensor, output)
         name = "the output" if is_output else stores.name
@@ -181,40 +183,47 @@ def recorded_facts(
         if bool(unwritten.any()):
             yield f"{UNWRITTEN} some elements of the output", unwritten
     if case.query_rows is None and case.query_heads is None:
-        yield from _unread_inputs(probe.launches, output, is_wrong)
+        yield from _unread_inputs(probe.launches, output, is_wrong, written)
 
 
 def _unread_inputs(
-    launches: Sequence[LaunchLog], output: torch.Tensor, is_wrong: torch.Tensor
+    launches: Sequence[LaunchLog],
+    output: torch.Tensor,
+    is_wrong: torch.Tensor,
+    stores: Sequence[TensorStores],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the inputs with numbers of each row and head that programs do not read completely for the rows
     and heads that they store, each with these.
 
     That are tensors [num_tokens, num_heads, head_size], as queries are, and [num_heads, num_tokens], as the
     log-sum-exps of merged parts are. Where no program reads an input and stores the output, as with split
-    sequences, all programs count as one.
+    sequences, all programs count as one. ``stores``: those of the launches.
     """
     programs = [
         (joined(log.loads), joined(log.stores)) for launch in launches for log in launch.programs
     ]
     tensors = tensors_in(launches)
     outputs = [Elements(one) for _, one in tensors if _is_output(one, output)]
-    stores = [_cells([one.at(stored) for one in outputs], is_wrong) for _, stored in programs]
-    written = {one.tensor.data_ptr() for one in stores_of(launches)}
+    stored = [_cells(outputs, addresses, is_wrong) for _, addresses in programs]
+    written = {one.tensor.data_ptr() for one in stores}
     for name, tensor in tensors:
         if tensor.data_ptr() in written or not tensor.is_floating_point():
             continue
         if not _has_cells(tensor, is_wrong):
             continue
-        elements = Elements(tensor)
-        loads = [elements.at(loaded) for loaded, _ in programs]
-        both = [(load, cells) for load, cells in zip(loads, stores, strict=True) if load.any()]
+        elements = [Elements(tensor)]
+        loads = [elements[0].indices(loaded) for loaded, _ in programs]
+        both = [
+            (loaded, cells)
+            for (loaded, _), load, cells in zip(programs, loads, stored, strict=True)
+            if len(load)
+        ]
         unread = torch.zeros_like(is_wrong)
-        for load, cells in both:
-            unread |= cells & ~_cells([load], is_wrong, completely=True)
+        for loaded, cells in both:
+            unread |= cells & ~_cells(elements, loaded, is_wrong, completely=True)
         if not any(bool(cells.any()) for _, cells in both):
-            union = torch.stack(loads).any(0)
-            unread = ~_cells([union], is_wrong, completely=True)
+            every = np.unique(np.concatenate([loaded for loaded, _ in programs]))
+            unread = ~_cells(elements, every, is_wrong, completely=True)
         if bool(unread.any()):
             yield (
                 f"programs store rows of the output and do not read all of {name} for these rows",
@@ -231,13 +240,17 @@ def _has_cells(tensor: torch.Tensor, cells: torch.Tensor) -> bool:
 
 
 def _cells(
-    masks: Sequence[torch.Tensor], cells: torch.Tensor, *, completely: bool = False
+    tensors: Sequence[Elements], addresses: Any, cells: torch.Tensor, *, completely: bool = False
 ) -> torch.Tensor:
-    """Return the rows and heads of which one mask has some elements, or all of them, shape of ``cells``."""
+    """Return the rows and heads of which addresses have some elements of a tensor, or all of them, with the
+    shape of ``cells``."""
     found = torch.zeros_like(cells)
-    for mask in masks:
-        rows = mask if mask.dim() == 3 else mask.T[..., None]
-        found |= (rows.all(-1) if completely else rows.any(-1))[: len(cells)]
+    for one in tensors:
+        size = one.shape[-1] if len(one.shape) == 3 else 1
+        counts = np.bincount(one.indices(addresses) // size, minlength=one.shape.numel() // size)
+        had = torch.from_numpy(counts == size if completely else counts > 0)
+        rows = had.view(one.shape[:2]) if len(one.shape) == 3 else had.view(one.shape).T
+        found |= rows[: len(cells)]
     return found
 
 
@@ -282,7 +295,8 @@ class RepairClaim:
       numbers there.
     - ``untouched``: the number of further cases that are wrong with the same bits with the edit and without
       it, because the same fault, or another, is elsewhere, too: in a second kernel, for example.
-    - ``others``: other edits that pass the same cases. ``subject``: what is right with the edit.
+    - ``others``: edits of other lines that pass the same cases, one of each. ``subject``: what is right with
+      the edit.
     """
 
     repair: Repair

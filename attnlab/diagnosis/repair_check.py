@@ -263,7 +263,8 @@ def _searched(
     found, at = list[RepairClaim](), 0
 
     def search(send: Callable[[Any], object]) -> None:
-        for number, claim in _claims(find(), repairs):
+        proofs, end = find(), time.process_time() + _MOST_S
+        for number, claim in _Search(proofs=proofs, end=end).claims(repairs):
             others = () if claim is None else [repairs.index(one) for one in claim.others]
             send((number, claim and {name: getattr(claim, name) for name in _SENT}, others))
 
@@ -278,45 +279,156 @@ def _searched(
     return (found[-1] if found else None), (at if ended else None)
 
 
-def _claims(given: Proofs, repairs: Sequence[Repair]) -> Iterator[tuple[int, RepairClaim | None]]:
-    """Yield the index of each edit before it is tried, then the best claim so far after its edit's index."""
-    end, others = time.process_time() + _MOST_S, list[Repair]()
-    proofs, varied, large, more = given.own, given.varied, given.large, dict[Any, Proof]()
-    claim: RepairClaim | None = None
-    for number, repair in enumerate(repairs):
-        if time.process_time() > end:
-            break
-        yield number, None
-        found = _claim_of(proofs, varied, more, repair, end)
-        if found is not None and repair.is_in_maximum:
-            found = _with_large_scores(found, large)
-        if found is None:
-            continue
-        edit = repair.edit
-        # With the first, the branch of the edit may run where it should not. If the second holds, what is
-        # added only has to be large enough: a longer loop hides a wrong end, whatever made it wrong.
-        others_of = (edit.assigned(repair.text), edit.widened(repair.text))
-        if any(
-            _claim_of(proofs, varied, more, dataclasses.replace(repair, edit=one), end)
-            for one in others_of
-            if one is not None
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Search:
+    """The search for an edit that holds in all cases.
+
+    ``end``: processor time at which it ends. ``loose``: lines, each with an expression in place of which
+    anything large enough holds. ``more``: proofs by further cases that edits needed.
+    """
+
+    proofs: Proofs
+    end: float
+    loose: set[Any] = dataclasses.field(default_factory=set)
+    more: dict[Any, "Proof"] = dataclasses.field(default_factory=dict)
+
+    def _is_over(self) -> bool:
+        return time.process_time() > self.end
+
+    def claims(self, repairs: Sequence[Repair]) -> Iterator[tuple[int, RepairClaim | None]]:
+        """Yield the index of each edit before it is tried, then that of the best claim so far with it."""
+        others, claim = list[Repair](), None
+        for number, repair in enumerate(repairs):
+            if self._is_over():
+                break
+            yield number, None
+            if claim is not None and not self._can_add(claim, others, repair):
+                continue
+            found = self._shown(repair)
+            if self._is_over():
+                break  # perhaps before all that could refute it
+            if found is None:
+                continue
+            if claim is None or _is_better(found, claim):
+                claim, others = found, []
+                is_best = found.is_stated and not found.untouched
+                left_s = _MOST_OTHERS_S if is_best else _MOST_STATED_S
+                self.end = min(self.end, time.process_time() + left_s)
+            elif found.is_stated and found.only_finite == claim.only_finite:
+                others += [] if _is_better(claim, found) else [repair]
+            named = tuple(others) if claim.is_stated else ()
+            yield repairs.index(claim.repair), dataclasses.replace(claim, others=named)
+
+    def _can_add(self, claim: RepairClaim, others: Sequence[Repair], repair: Repair) -> bool:
+        """Answer whether an edit may give a better claim, or one of a line that the claim and others lack.
+
+        Of the cases that the edit of the claim leaves wrong, it runs until one shows that it does not.
+        """
+        own = self.proofs.own
+        left = [proof for proof in own if proof.is_untouched(claim.repair)]
+        if left and not any(proof.is_untouched(repair) for proof in left):
+            return True
+        if _is_constant(repair, [*own, *self.proofs.varied]):
+            return False  # it cannot be stated
+        lines = {one.line for one in (claim.repair, *others)}
+        return not claim.is_stated or repair.line not in lines
+
+    def _shown(self, repair: Repair) -> RepairClaim | None:
+        """Return the claim of an edit, or None if another edit shows that the cases do not show this one.
+
+        If what is added only has to be large enough, it may hide a fault elsewhere: a longer loop hides a
+        wrong end, whatever made it wrong. So may a branch that runs where it should not, which an edit shows
+        that leaves out the assignment in the branch.
+        """
+        edit, place = repair.edit, (repair.line, repair.edit.before)
+        wider, plain = edit.widened(repair.text), edit.assigned(repair.text)
+        if wider is not None and place in self.loose:
+            return None
+        if repair.is_in_maximum and any(one.refutes(repair) for one in self.proofs.large):
+            return None
+        found = self._claim(repair)
+        if found is None or (repair.is_in_maximum and not self._has_large_scores(found)):
+            return None
+        if wider is not None and self._claim(repair.having(wider)):
+            self.loose.add(place)
+            return None
+        if plain is not None and self._claim(repair.having(plain)):
+            return None
+        if found.is_stated and any(map(self._claim, _neighbours(repair))):
+            return dataclasses.replace(found, is_stated=False)
+        return found
+
+    def _claim(self, repair: Repair) -> RepairClaim | None:
+        """Return the claim of an edit, or None if it is refuted, if too few further cases are wrong without
+        it, or if the time is over."""
+        own, varied = self.proofs.own, self.proofs.varied
+        if not own[0].accepts(repair):
+            return None
+        if repair.is_in_test and _is_constant(repair, [*own, *varied]):
+            return None  # it switches a branch on or off, in which the fault may be
+        if not self._holds(repair):
+            return None
+        leaking = [proof for proof in own if proof.leaks(repair)]
+        if leaking and not own[0].is_about_numbers:
+            return None
+        if not all(proof.has_leak for proof in leaking):
+            return None  # the edit removes a mask, which may hide the fault
+        cases = self._repaired_cases(repair)
+        if cases < _FEWEST:
+            return None
+        is_constant = _has_one_condition(repair, [*own, *varied])
+        if repair.is_in_test and (is_constant or _leaves_a_branch(repair, own[0], varied)):
+            return None  # as above
+        return RepairClaim(
+            repair=repair,
+            source=linecache.getline(*repair.line).strip(),
+            cases=cases,
+            only_finite=bool(leaking),
+            is_stated=not (is_constant or _is_constant(repair, [*own, *varied])),
+            untouched=sum(proof.is_untouched(repair) for proof in own),
+        )
+
+    def _has_large_scores(self, claim: RepairClaim) -> bool:
+        """Answer whether cases with large scores support the claim of an edit of a maximum.
+
+        A softmax is right with any maximum, as long as no exponential overflows, and a maximum with a finite
+        floor hides what any later line makes of -inf. So such an edit that cannot be stated is no sign of its
+        line, either.
+        """
+        return claim.is_stated and any(one.accepts(claim.repair) for one in self.proofs.large)
+
+    def _holds(self, repair: Repair) -> bool:
+        """Answer whether an edit repairs each further case, or changes nothing in it, in time."""
+        further = self.proofs.own[1:]
+        return all(
+            not self._is_over() and proof.allows(repair)
+            for proof in _asked(further, lambda one: one.allows(repair) and one.is_decisive(repair))
+        )
+
+    def _repaired_cases(self, repair: Repair) -> int:
+        """Return how many further cases an edit repairs; 0 if one refutes it, or if the time is over."""
+        first, *further = self.proofs.own
+        varied = self.proofs.varied
+        cases = sum(proof.is_decisive(repair) for proof in further)
+        for proof in _asked(
+            varied if cases else (), lambda one: one.refutes(repair) or one.is_about_numbers
         ):
-            continue
-        if found.is_stated and any(
-            _claim_of(proofs, varied, more, other, end) for other in _neighbours(repair)
+            if self._is_over() or _is_refuted(repair, proof, first):
+                return 0
+            cases += proof.is_repaired(repair)
+        if not cases or cases >= _FEWEST:
+            return cases
+        shown = [one for one in (first, *further, *varied) if one.is_decisive(repair)]
+        for proof in _asked(
+            islice(_more(shown, self.more), _MOST_MORE),
+            lambda one: one.refutes(repair) or one.is_decisive(repair),
         ):
-            found = dataclasses.replace(found, is_stated=False)
-        if time.process_time() > end:
-            break  # perhaps before all that could refute it
-        if claim is None or _is_better(found, claim):
-            claim, others = found, []
-            is_best = found.is_stated and not found.untouched
-            left_s = _MOST_OTHERS_S if is_best else _MOST_STATED_S
-            end = min(end, time.process_time() + left_s)
-        elif found.is_stated and found.only_finite == claim.only_finite:
-            others += [] if _is_better(claim, found) else [repair]
-        named = tuple(others) if claim.is_stated else ()
-        yield repairs.index(claim.repair), dataclasses.replace(claim, others=named)
+            if self._is_over() or proof.refutes(repair):
+                return 0
+            cases += proof.is_decisive(repair)
+            if cases >= _FEWEST:
+                break
+        return cases
 
 
 def _is_better(one: RepairClaim, other: RepairClaim) -> bool:
@@ -334,14 +446,6 @@ def _more(shown: Sequence["Proof"], known: dict[Any, "Proof"]) -> Iterator["Proo
             if proof is not None and proof.case not in done:
                 done.add(proof.case)
                 yield known.setdefault(proof.case, proof)
-
-
-def _holds(proofs: Sequence["Proof"], repair: Repair, end: float) -> bool:
-    """Answer whether an edit repairs the first case, and each further one or nothing in it, in time."""
-    return proofs[0].accepts(repair) and all(
-        time.process_time() <= end and proof.allows(repair)
-        for proof in _asked(proofs[1:], lambda one: one.allows(repair) and one.is_decisive(repair))
-    )
 
 
 def _asked(proofs: Iterable["Proof"], ask: Callable[["Proof"], object]) -> Iterator["Proof"]:
@@ -364,42 +468,6 @@ def _asked(proofs: Iterable["Proof"], ask: Callable[["Proof"], object]) -> Itera
             yield proof
 
 
-def _claim_of(
-    proofs: Sequence["Proof"],
-    varied: Sequence["Proof"],
-    more: dict[Any, "Proof"],
-    repair: Repair,
-    end: float,
-) -> RepairClaim | None:
-    """Return the claim of an edit, or None if it is refuted, if too few further cases are wrong without it,
-    or if the processor time is over.
-
-    ``more``: proofs by further cases that an edit before needed, to which this one adds its own.
-    """
-    if not _holds(proofs, repair, end):
-        return None
-    leaking = [proof for proof in proofs if proof.leaks(repair)]
-    if leaking and not proofs[0].is_about_numbers:
-        return None
-    if not all(proof.has_leak for proof in leaking):
-        return None  # the edit removes a mask, which may hide the fault
-    cases = _repaired_cases(proofs, varied, more, repair, end)
-    if cases < _FEWEST:
-        return None
-    untouched = sum(proof.is_untouched(repair) for proof in proofs)
-    is_constant = _is_constant(repair, [*proofs, *varied])
-    if repair.is_in_test and (is_constant or _leaves_a_branch(repair, proofs[0], varied)):
-        return None  # it switches a branch on or off, in which the fault may be
-    return RepairClaim(
-        repair=repair,
-        source=linecache.getline(*repair.line).strip(),
-        cases=cases,
-        only_finite=bool(leaking),
-        is_stated=not is_constant,
-        untouched=untouched,
-    )
-
-
 def _leaves_a_branch(repair: Repair, first: "Proof", varied: Sequence["Proof"]) -> bool:
     """Answer whether an edit of a test changes nothing in a wrong case that takes another branch.
 
@@ -408,40 +476,9 @@ def _leaves_a_branch(repair: Repair, first: "Proof", varied: Sequence["Proof"]) 
     return any(
         proof.mask == first.mask
         and proof.is_untouched(repair)
-        and proof.conditions.get(id(repair)) != first.conditions.get(id(repair))
+        and proof.conditions.get(repair.key) != first.conditions.get(repair.key)
         for proof in varied
     )
-
-
-def _repaired_cases(
-    proofs: Sequence["Proof"],
-    varied: Sequence["Proof"],
-    more: dict[Any, "Proof"],
-    repair: Repair,
-    end: float,
-) -> int:
-    """Return how many further cases an edit repairs; 0 if one refutes it, or if the time is over."""
-
-    cases = sum(proof.is_decisive(repair) for proof in proofs[1:])
-    for proof in _asked(
-        varied if cases else (), lambda one: one.refutes(repair) or one.is_about_numbers
-    ):
-        if time.process_time() > end or _is_refuted(repair, proof, proofs[0]):
-            return 0
-        cases += proof.is_repaired(repair)
-    if not cases or cases >= _FEWEST:
-        return cases
-    shown = [one for one in (*proofs, *varied) if one.is_decisive(repair)]
-    for proof in _asked(
-        islice(_more(shown, more), _MOST_MORE),
-        lambda one: one.refutes(repair) or one.is_decisive(repair),
-    ):
-        if time.process_time() > end or proof.refutes(repair):
-            return 0
-        cases += proof.is_decisive(repair)
-        if cases >= _FEWEST:
-            break
-    return cases
 
 
 def _is_refuted(repair: Repair, proof: "Proof", first: "Proof") -> bool:
@@ -473,33 +510,24 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
     for other in others:
         text = ast.unparse(other)
         if text != ast.unparse(given):
-            edit = dataclasses.replace(repair.edit, after=f"({text})")
-            yield dataclasses.replace(repair, edit=edit)
+            yield repair.having(dataclasses.replace(repair.edit, after=f"({text})"))
 
 
-def _with_large_scores(claim: RepairClaim, proofs: Sequence["Proof"]) -> RepairClaim | None:
-    """Return the claim of an edit of a maximum if cases with large scores support it, or None.
-
-    A softmax is right with any maximum, as long as no exponential overflows, and a maximum with a finite
-    floor hides what any later line makes of -inf. So such an edit that cannot be stated is no sign of its
-    line, either.
-    """
-    if not claim.is_stated or any(proof.refutes(claim.repair) for proof in proofs):
-        return None
-    return claim if any(proof.accepts(claim.repair) for proof in proofs) else None
+def _has_one_condition(repair: Repair, proofs: Sequence["Proof"]) -> bool:
+    """Answer whether the condition of an edit is always true or never: it disables a mask or a branch."""
+    return len(set().union(*(proof.conditions.get(repair.key, ()) for proof in proofs))) == 1
 
 
 def _is_constant(repair: Repair, proofs: Sequence["Proof"]) -> bool:
     """Answer whether what an edit adds has one value in all launches, so that they show nothing of it.
 
-    That is a new name of an argument with one value, an expression of arguments alone with one value, or a
-    condition that is always true or never: such an edit disables a mask or a branch. In a product with an
-    argument that is always 1, no case separates a new factor from one in place of that argument, and no case
-    separates a factor that is left out from an argument that the kernel does not use and that is always 1.
+    That is a new name of an argument with one value, or an expression of arguments alone with one value. In a
+    product with an argument that is always 1, no case separates a new factor from one in place of that
+    argument, and no case separates a factor that is left out from an argument that the kernel does not use
+    and that is always 1. The edit does not run.
     """
-    conditions = set[bool]().union(*(proof.conditions.get(id(repair), ()) for proof in proofs))
-    launches = [values for proof in proofs for values in proof.arguments]
-    if len(conditions) == 1 or _may_lack_argument(repair, launches):
+    launches = _arguments(proofs)
+    if _may_lack_argument(repair, launches):
         return True
     before, after = (_names(text) for text in (repair.edit.before, repair.edit.after))
     if not after or (after <= before and after & _assigned(repair.text)):
@@ -521,6 +549,16 @@ def _is_constant(repair: Repair, proofs: Sequence["Proof"]) -> bool:
         except Exception:  # an expression of tensors, or a statement
             return False
     return len(results) == 1
+
+
+def _arguments(proofs: Sequence["Proof"]) -> list[dict[str, Any]]:
+    """Return the arguments of the launches of some proofs, which all cores record once."""
+    left = [proof for proof in proofs if proof.arguments is None]
+    for proof, found in zip(
+        left, in_copies(lambda one: one.launches(), left, cores()), strict=True
+    ):
+        proof.arguments = found
+    return [values for proof in proofs for values in proof.arguments or ()]
 
 
 def _may_lack_argument(repair: Repair, launches: Sequence[dict[str, Any]]) -> bool:
@@ -586,18 +624,19 @@ class Proof:
     blocks. ``has_slots``: the case has slots without a token; if not, it runs with NaN outside of all tensors
     alone. ``runs``: what :meth:`run` returned, by the contents of the slots and the edit. ``conditions``:
     the values of the condition of each edit. ``seconds``: processor time of a run without an edit.
+    ``arguments``: :meth:`launches`, once they are recorded.
     """
 
     case: Any
     mask: str = ""
     has_freed: bool = False
     has_slots: bool = True
-    runs: dict[tuple[str, int | None], tuple[bool, torch.Tensor] | None] = dataclasses.field(
+    runs: dict[tuple[str, Any], tuple[bool, torch.Tensor] | None] = dataclasses.field(
         default_factory=dict
     )
-    conditions: dict[int | None, set[bool]] = dataclasses.field(default_factory=dict)
+    conditions: dict[Any, set[bool]] = dataclasses.field(default_factory=dict)
     seconds: float = math.inf
-    _arguments: list[dict[str, Any]] | None = None
+    arguments: list[dict[str, Any]] | None = None
 
     def run(self, slots: str, probe: Probe) -> tuple[bool, torch.Tensor] | None:
         """Return whether the case is right with the edit of a probe, and its output, [rows, …]; None if it
@@ -617,7 +656,7 @@ class Proof:
 
     def _result(self, slots: str, repair: Repair | None) -> tuple[bool, torch.Tensor] | None:
         slots = slots if self.has_slots else "nan"
-        key = (slots, None if repair is None else id(repair))
+        key = (slots, None if repair is None else repair.key)
         if key not in self.runs:
             if repair is not None:
                 self._result("garbage", None)  # which says how long it may take with an edit
@@ -633,13 +672,6 @@ class Proof:
     def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
         ran = self._result(slots, repair)
         return None if ran is None else ran[0]
-
-    @property
-    def arguments(self) -> list[dict[str, Any]]:
-        """Return :meth:`launches`, which run once."""
-        if self._arguments is None:
-            self._arguments = self.launches()
-        return self._arguments
 
     @property
     def is_about_numbers(self) -> bool:

@@ -5,7 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import cycle, islice
 from typing import Any
@@ -409,6 +409,15 @@ class Repair:
     def line(self) -> Line:
         """Return the file and the line of the expression."""
         return self.kernel.line(self.edit.line)
+
+    @property
+    def key(self) -> Any:
+        """Return what is equal for edits that change the same text in the same way."""
+        return id(self.kernel), self.text, *self.edit.changes
+
+    def having(self, edit: Edit) -> "Repair":
+        """Return the repair with another edit."""
+        return replace(self, edit=edit)
 
     @property
     def is_in_test(self) -> bool:

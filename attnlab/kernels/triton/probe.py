@@ -250,14 +250,25 @@ class Elements:
             shape = [size if at == dim else 1 for at in range(tensor.dim())]
             index += stride * torch.arange(size).view(shape)
         own = tensor.data_ptr() + index.numpy().ravel() * tensor.element_size()
-        self._own, self._element = np.unique(own.astype(np.uint64), return_inverse=True)
+        self._own, self._first, self._element = np.unique(
+            own.astype(np.uint64), return_index=True, return_inverse=True
+        )
 
     def at(self, addresses: Any) -> torch.Tensor:
         """Return which elements are at ``addresses`` (uint64), bool, with the shape of the tensor."""
-        place = np.minimum(np.searchsorted(self._own, addresses), len(self._own) - 1)
         found = np.zeros(len(self._own), dtype=np.bool_)
-        found[place[self._own[place] == addresses]] = True
+        found[self._places(addresses)] = True
         return torch.from_numpy(found[self._element]).view(self.shape)
+
+    def indices(self, addresses: Any) -> Any:
+        """Return the indices of the elements at unique ``addresses``, in the order of the dimensions."""
+        if len(self._own) < len(self._element):  # several elements are in one place
+            return np.flatnonzero(self.at(addresses))
+        return self._first[self._places(addresses)]
+
+    def _places(self, addresses: Any) -> Any:
+        place = np.minimum(np.searchsorted(self._own, addresses), len(self._own) - 1)
+        return place[self._own[place] == addresses]
 
 
 def tensors_in(launches: Sequence[LaunchLog]) -> list[tuple[str, torch.Tensor]]:
