@@ -246,7 +246,7 @@ def _confirmed_by_calls(
         )
     left = alone.explanations
     if not left:
-        rules = rules_of(Problem.of_call(call, target, kernels))
+        rules = rules_of(Problem.of_call(call, target, kernels), output)
         found = diagnose_call(call, target, kernels, defects=rules)
         left = [one for one in found.candidates if is_general(one)]
     cases = 0

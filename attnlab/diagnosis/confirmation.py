@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +49,7 @@ from attnlab.kernels.triton.interpreter import cores
 from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, sample_rows
+from attnlab.tensors.quantised import output_numbers
 
 _SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
 # What a Case must have for a defect of a family, and the change that leaves it out. Sinks are none of these:
@@ -412,12 +414,13 @@ def _true_of_outside(
         return others
 
 
-def rules_of(problem: Problem) -> tuple[Defect, ...]:
-    """Return the rules beyond the catalogue that a call allows.
+def rules_of(problem: Problem, output: torch.Tensor) -> tuple[Defect, ...]:
+    """Return the rules beyond the catalogue that a call allows; ``output``: the wrong one.
 
     Those about addresses and scratch memory know one size of heads: none for values narrower than keys.
     """
-    kinds = [softmax_defects, loop_defects, mask_defects]
+    masks = partial(mask_defects, output=output_numbers(problem.call, output).cpu())
+    kinds: list[Callable[[Problem], list[Defect]]] = [softmax_defects, loop_defects, masks]
     if problem.call.query.shape[2] == problem.call.buffer.shape[2]:
         kinds = [address_defects, output_defects, *kinds, scratch_defects]
     return tuple(one for kind in kinds for one in kind(problem))
@@ -428,7 +431,7 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> tuple[list[Candidate], 
     try:
         output = rerun(case)
         problem = Problem.of_case(case, lab.batch(case), lab.call(case))
-        found = examine(lab, case, output, rules_of(problem), Pattern())
+        found = examine(lab, case, output, rules_of(problem, output), Pattern())
     except AttnLabError:
         return [], set()
     if not bool(output[found.evidence.locations.is_wrong].isfinite().any()):

@@ -6,7 +6,8 @@ rows, and hides from each row what it must not see. Slots past the last key hold
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -15,7 +16,14 @@ import torch
 from attnlab.case.ops import UNIFIED
 from attnlab.contracts.contract import ROCM_DECODE
 from attnlab.defects.edit import TILES, Defect
-from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, softmax
+from attnlab.lab.problem import (
+    AttentionInputs,
+    Predicted,
+    Problem,
+    RowSlice,
+    sample_rows,
+    softmax,
+)
 
 _ROW_BLOCKS = (128, 64, 32, 16)  # rows of a program of prefills
 _LEAST_PAIRS = 16  # of a row and a query head, in a program of unified_attention
@@ -358,6 +366,7 @@ _MISSING = {
     "window of last": "the window of all rows of a block is that of its last row",
 }
 _LOWEST = -1e4  # what some kernels write in place of -inf
+_NEAR = 5e-3  # how near a measured score is to a plain one that the source may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,8 +375,8 @@ class MaskLaw:
 
     - ``later``: those after a row's own key: "none", "next" (the first of them) or "all".
     - ``before``: those before the window. ``padding``: those past the last key.
-    - ``score``: None for the score of the slot's key, or a constant. ``seen``: keys that the row sees have
-      the constant, too.
+    - ``score``: None for the score of the slot's key, or a constant; with ``scaled``, in units of the softmax
+      scale. ``seen``: keys that the row sees have the constant, too.
     - ``no_values``: values of slots before the window of a program's first row are 0.
     - ``up_to_row``: slots past the last key count only up to the number of the row's own position.
     - ``within_sequence``: slots past the last key that the block loads count only up to the sequence's end.
@@ -381,6 +390,7 @@ class MaskLaw:
     before: bool = False
     padding: bool = False
     score: float | None = None
+    scaled: bool = False
     seen: bool = False
     no_values: bool = False
     up_to_row: bool = False
@@ -405,7 +415,10 @@ class MaskLaw:
             visited &= slots.block - keys < problem.call.sliding_window
         counted = visited & ~inputs.visible & self._counts(keys, at)
         constant = visited if self.seen else counted
-        padding = self._padding_scores(inputs, slots, problem.call.sliding_window)
+        score = self.score
+        if score is not None and self.scaled:
+            score *= inputs.sm_scale
+        padding = self._padding_scores(inputs, slots, problem.call.sliding_window, score)
         is_missing = self._is_missing(keys, at, slots, problem.call.sliding_window)
         visible = (inputs.visible | counted) & ~is_missing
         sees_none = (
@@ -416,8 +429,8 @@ class MaskLaw:
             empty = counted & (slots.block - keys >= problem.call.sliding_window)
 
         def weigh(scores: torch.Tensor) -> torch.Tensor:
-            if self.score is not None:
-                scores = scores.masked_fill(constant, self.score)
+            if score is not None:
+                scores = scores.masked_fill(constant, score)
             every = torch.cat([scores, padding.to(scores.dtype)], -1)
             found = softmax(every, inputs.sinks)[..., : scores.shape[-1]]
             return found.masked_fill(empty | sees_none, 0.0)
@@ -442,14 +455,17 @@ class MaskLaw:
         return later | ((keys <= at) & self.before)
 
     def _padding_scores(
-        self, inputs: AttentionInputs, slots: VisitedSlots, window: int
+        self, inputs: AttentionInputs, slots: VisitedSlots, window: int, score: float | None
     ) -> torch.Tensor:
-        """Return the scores of the slots past the last key, [heads, rows, slots], -inf where none counts."""
+        """Return the scores of the slots past the last key, [heads, rows, slots], -inf where none counts.
+
+        ``score``: the constant, or None.
+        """
         most = int((slots.stop - slots.loaded).max()) if self.padding else 0
         slot = slots.loaded + torch.arange(most)
         scores = torch.zeros(inputs.query.shape[1], *slot.shape, dtype=torch.float64)
-        if self.score is not None:
-            scores = scores + self.score
+        if score is not None:
+            scores = scores + score
         elif inputs.alibi_slopes is not None:
             scores = inputs.alibi_slopes[:, None, None] * (slot - inputs.position[:, None])
         counts = slot < slots.stop
@@ -464,13 +480,17 @@ class MaskLaw:
         return scores.masked_fill(~counts, -torch.inf)
 
 
-def mask_defects(problem: Problem) -> list[Defect]:
-    """Return the rules about masks that a call allows, each as a defect."""
+def mask_defects(problem: Problem, output: torch.Tensor | None = None) -> list[Defect]:
+    """Return the rules about masks that a call allows, each as a defect.
+
+    ``output``: a wrong output [rows, heads, size], which may show the score of hidden slots.
+    """
     if problem.call.spec.merges or not problem.call.visibility.is_plain:
         return []
     found: dict[str, Defect] = {}
     for visited in visits(problem):
-        for law in _laws(problem, visited):
+        laws = list(_laws(problem, visited))
+        for law in laws if output is None else [*laws, *_measured(problem, visited, laws, output)]:
             where = "" if law.is_of_rows else f"{visited.text}, "
             loop = "in both loops, " if law.both_loops else LOOPS[visited.loop]
             text = f"{loop}{where}{_text(law)}"
@@ -478,6 +498,77 @@ def mask_defects(problem: Problem) -> list[Defect]:
             defect = Defect(family=FAMILY, name=text, text=text, compute=compute)
             found.setdefault(text, defect)
     return list(found.values())
+
+
+_FEWEST_PAIRS = 4  # of a row and a head, in which a score is measured
+_LEAST_PART = 1e-2  # of a row's weights that hidden slots have in these
+_ALIKE = 0.05  # by how much most of the factors exp(score) of these pairs may differ
+_HUGE = 60.0  # a score beside which no other counts
+
+
+def _measured(
+    problem: Problem, visited: Visits, laws: Iterable[MaskLaw], output: torch.Tensor
+) -> Iterator[MaskLaw]:
+    """Yield laws with the one score that an output shows, alone and in units of the softmax scale."""
+    scale = problem.attention_inputs(sample_rows(problem)[0]).sm_scale
+    constant = (dataclasses.replace(law, score=0.0) for law in laws if law.score is not None)
+    for law in dict.fromkeys(one for one in constant if not one.seen):
+        score = _measured_score(problem, visited, law, output)
+        if score is not None and all(abs(score - one) > _NEAR for one in _scores(problem)):
+            yield dataclasses.replace(law, score=_plain(score))
+            yield dataclasses.replace(law, score=_plain(score / scale), scaled=True)
+
+
+def _measured_score(
+    problem: Problem, visited: Visits, law: MaskLaw, output: torch.Tensor
+) -> float | None:
+    """Return the score of hidden slots under a law, or None if the wrong rows of an output show no one.
+
+    The output of a row is between the right one and that of the hidden slots alone: how near to the second
+    is proportional to exp(score).
+    """
+    shown, wanted = [], []
+    for row_slice in sample_rows(problem):
+        rows = problem.row_starts()[row_slice.seq] + row_slice.tokens
+        given = output[rows][:, row_slice.heads].double()
+        right = problem.correct(row_slice).output
+        at_0, alone = (
+            _Counting(dataclasses.replace(law, score=one), visited)
+            .compute(problem, row_slice)
+            .output
+            for one in (0.0, _HUGE)
+        )
+        shown.append(_odds(given, right, alone))
+        wanted.append(_odds(at_0, right, alone))
+    odds, odds_at_0 = torch.cat(shown), torch.cat(wanted)
+    is_clear = (odds > _LEAST_PART) & (odds_at_0 > _LEAST_PART) & odds.isfinite()
+    odds, odds_at_0 = odds[is_clear], odds_at_0[is_clear]
+    factors = odds / odds_at_0
+    if len(factors) < _FEWEST_PAIRS:
+        return None
+    is_alike = (factors / factors.median() - 1).abs() < _ALIKE
+    if is_alike.double().mean() < 1 - _ALIKE:
+        return None
+    factor = (odds * odds_at_0)[is_alike].sum() / odds_at_0[is_alike].square().sum()
+    return math.log(float(factor))
+
+
+def _odds(output: torch.Tensor, right: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
+    """Return the weight of hidden slots in outputs, as a multiple of that of all others, by row and head.
+
+    All are [rows, heads, size]; ``alone``: the output of the hidden slots.
+    """
+    to = alone - output
+    return ((output - right) * to).sum(-1).flatten() / to.square().sum(-1).flatten()
+
+
+def _plain(score: float) -> float:
+    """Return the multiple of 0.5, or of 0.5 in base 2, that a score is near to, or the score."""
+    for base in (1.0, math.log(2)):
+        near = round(2 * score / base) / 2 * base
+        if abs(score - near) < _NEAR:
+            return near
+    return score
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,6 +655,15 @@ def _text(law: MaskLaw) -> str:
         row = " of the context that are before the window" if law.of_window else row
         end = " of the block, up to the sequence's end" if law.within_sequence else ""
         parts.append(f"slots past the last key{row}{end}")
-    score = "their own scores" if law.score is None else f"score {law.score:g}"
+    score = "their own scores" if law.score is None else _score_text(law.score, law.scaled)
     values = ", those before the window of the block without values" if law.no_values else ""
     return f"hidden slots of the tiles count with {score}: {' and '.join(parts)}{values}"
+
+
+def _score_text(score: float, is_scaled: bool) -> str:
+    """Return a constant score in words, in base 2 if it is plainer there."""
+    in_base_2 = score / math.log(2)
+    is_plain = abs(2 * score - round(2 * score)) < 1e-9
+    base = "" if is_plain or abs(2 * in_base_2 - round(2 * in_base_2)) > 1e-9 else " in base 2"
+    unit = " times the softmax scale" if is_scaled else ""
+    return f"score {round(in_base_2 if base else score, 3):g}{unit}{base}"

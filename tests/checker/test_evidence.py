@@ -61,7 +61,7 @@ def test_each_fault_is_one_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(
         confirmation,
         "rules_of",
-        lambda one: [r for r in rules(one) if r.text.startswith("queries")],
+        lambda *given: [r for r in rules(*given) if r.text.startswith("queries")],
     )
     backend = planted(tmp_path, FAULTY, "faulty")
     case = hostile(

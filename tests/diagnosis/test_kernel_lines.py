@@ -257,7 +257,9 @@ def test_an_op_in_inference_mode_has_lines(tmp_path):
 
 
 def test_the_diagnosis_states_no_line_that_no_rerun_confirms(tmp_path, monkeypatch):
-    monkeypatch.setattr(confirmation, "rules_of", lambda problem: ())  # none describes the fault,
+    monkeypatch.setattr(
+        confirmation, "rules_of", lambda problem, output: ()
+    )  # none describes the fault,
     monkeypatch.setattr(refinement, "_XRAY_S", 0.1)  # nor does an X-ray
     case, line = planted(tmp_path, LOAD_Q, LOAD_Q + "    if head == 1:\n        q = q * q\n")
     found = diagnose(case, lab=Lab(), propose=False, defects=(), limit=Limit(edits=0))

@@ -55,7 +55,7 @@ def test_the_right_law_is_the_softmax_however_keys_are_divided(op):
 def test_rules_have_names_of_their_own_and_change_outputs(op):
     """Tiles of 16, several in every sequence; and parts, whatever their tiles."""
     problem = make_problem(small(op))
-    rules = rules_of(problem)
+    rules = rules_of(problem, problem.correct_output().output)
     assert len({rule.name for rule in rules}) == len(rules) > 100
     row_slice = list(all_rows(problem))[-1]
     right = problem.correct(row_slice).output
@@ -407,7 +407,7 @@ def texts(monkeypatch, change, rules_of, words: str, others: list[Case]) -> list
     )
     some = [one for one in rules_of(make_problem(CASE)) if words in one.text]
     assert some
-    monkeypatch.setattr(confirmation, "rules_of", lambda problem: some)
+    monkeypatch.setattr(confirmation, "rules_of", lambda problem, output: some)
     monkeypatch.setattr(confirmation, "further_cases", lambda case: others)
     monkeypatch.setattr(confirmation, "whole_tiles_case", lambda case: None)
     rule = confirmation.find_rule(lab, CASE, lambda case: lab.output(case).cpu())
@@ -609,7 +609,8 @@ def test_a_window_of_two_tiles_does_not_show_that_earlier_tiles_are_lost():
             (LOOPS[1], "the window counts keys without the length of the context"),
         ),
         ({"loop": CONTEXT, "hides": longer_window_of_new_rows}, ()),
-        ({"loop": None, "as_zero": before_window, "shift": 1.0}, ()),
+        # the constant 0 beside scores that are 1 larger is a constant of -1
+        ({"loop": None, "as_zero": before_window, "shift": 1.0}, ("in both loops", "score -1")),
     ],
     ids=["zero in both", "zero in the context", "new rows", "new keys", "longer window", "shifted"],
 )
@@ -629,6 +630,42 @@ def test_the_score_of_hidden_slots_is_that_of_cases_with_normal_values(constant)
     rule = rule_of(case, loop=None, as_zero=before_window, constant=constant)
     assert rule is not None
     assert f"count with score {constant:g}: keys before the window" in rule.text
+
+
+@pytest.mark.parametrize(
+    ("constant", "is_scaled", "text"),
+    [
+        (-3.0, False, "score -3: "),
+        (-2 * math.log(2), False, "score -2 in base 2: "),
+        (-4.0, True, "score -4 times the softmax scale: "),
+    ],
+)
+def test_the_score_of_hidden_slots_is_measured(constant, is_scaled, text):
+    """It is none of the constants that rules have; further cases have other softmax scales."""
+
+    def attend(_: Case, call: KernelCall) -> None:
+        score = constant * (call.sm_scale if is_scaled else 1)
+        tiled_attention(call, loop=None, as_zero=before_window, constant=score)
+
+    case, lab = case_of("context_attention_fwd", sliding_window=9), FaultyLab(kernel=attend)
+    rule = find_rule(lab, case, lambda one: lab.run(one).output)
+    assert f"hidden slots of the tiles count with {text}keys before the window" in rule.text
+    assert rule.cases > 3
+
+
+def test_scores_that_differ_between_rows_are_no_constant():
+    """Each of two constants in half of the rows is no rule; one in all rows is."""
+    case, outputs = case_of("context_attention_fwd", sliding_window=9), []
+    for score in (-1.2, -3.4):
+        faults = {"loop": None, "as_zero": before_window, "constant": score}
+        lab = FaultyLab(kernel=lambda _, call, faults=faults: tiled_attention(call, **faults))
+        outputs.append(lab.run(case).output)
+    even = torch.arange(len(outputs[0]))[:, None, None] % 2 == 0
+    problem = make_problem(case)
+    counts = [
+        len(mask_defects(problem, one)) for one in (None, outputs[0], torch.where(even, *outputs))
+    ]
+    assert counts[0] == counts[2] < counts[1]
 
 
 @pytest.mark.parametrize(

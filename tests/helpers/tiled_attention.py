@@ -77,7 +77,8 @@ def tiled_attention(
         for row in range(first, last, rows):
             block = _Block(call, torch.arange(row, min(row + rows, last)), context - first)
             if is_unified:
-                end = min(context + row - first + rows, length)
+                reach = (_PAIRS - 1) // call.num_queries_per_kv + 1  # as the kernel rounds
+                end = min(context + row - first + reach, length)
                 stop = end // tile * tile if whole_only else -(-end // tile) * tile
                 block.length = length
                 if as_first:
