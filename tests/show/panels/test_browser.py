@@ -21,6 +21,7 @@ pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 LONG_MS = 120_000  # a limit for slow machines; every wait ends with a state of the page
 TRIES, SHOWN_MS = 4, 30_000  # to show a panel, and for each
+LOST, LOST_MS = "widget model not found", 500  # what the console says of a lost part, and how soon
 SIZE = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60}
 
 # Patterns of JupyterLab's own console messages. On a busy machine, plugins take more than 5 s to start.
@@ -83,19 +84,23 @@ class Browser:
     def panel(self, source: str) -> Any:
         """Scroll to the cell whose source contains a text and return its panel.
 
-        JupyterLab may lose a widget that is made before its manager is ready. Then the cells run again.
+        JupyterLab may lose a widget, or parts of one, that is made before its manager is ready. Then the
+        cells run again.
         """
         from playwright.sync_api import TimeoutError as NotShown
 
         for tries in range(TRIES):
+            is_last = tries == TRIES - 1
             try:
                 self.page.wait_for_function(SHOW_CELL, arg=source, polling=200, timeout=SHOWN_MS)
-                break
+                self.page.wait_for_timeout(LOST_MS)
+                if is_last or not any(LOST in line for line in self.messages):
+                    break
             except NotShown:
-                if tries == TRIES - 1:
+                if is_last:
                     raise
-                self.messages.clear()
-                self.run(self.upto)
+            self.messages.clear()
+            self.run(self.upto)
         return self.page.locator(".attnlab-panel")
 
     def unexpected(self) -> list[str]:
