@@ -242,8 +242,8 @@ def _has_cells(tensor: torch.Tensor, cells: torch.Tensor) -> bool:
 def _cells(
     tensors: Sequence[Elements], addresses: Any, cells: torch.Tensor, *, completely: bool = False
 ) -> torch.Tensor:
-    """Return the rows and heads of which addresses have some elements of a tensor, or all of them, with the
-    shape of ``cells``."""
+    """Return which rows and heads have some of their elements at given addresses, or all of them, as bool
+    with the shape of ``cells``."""
     found = torch.zeros_like(cells)
     for one in tensors:
         size = one.shape[-1] if len(one.shape) == 3 else 1

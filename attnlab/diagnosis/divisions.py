@@ -503,7 +503,7 @@ def mask_defects(problem: Problem, output: torch.Tensor | None = None) -> list[D
 _FEWEST_PAIRS = 4  # of a row and a head, in which a score is measured
 _LEAST_PART = 1e-2  # of a row's weights that hidden slots have in these
 _ALIKE = 0.05  # by how much most of the factors exp(score) of these pairs may differ
-_HUGE = 60.0  # a score beside which no other counts
+_HUGE = 60.0  # a score so large that the weights of all other slots are 0
 
 
 def _measured(

@@ -283,8 +283,8 @@ def _searched(
 class _Search:
     """The search for an edit that holds in all cases.
 
-    ``end``: processor time at which it ends. ``loose``: lines, each with an expression in place of which
-    anything large enough holds. ``more``: proofs by further cases that edits needed.
+    ``end``: processor time at which it ends. ``loose``: expressions, each with its line, that any larger
+    value may replace. ``more``: proofs by further cases that edits needed.
     """
 
     proofs: Proofs

@@ -609,7 +609,7 @@ def test_a_window_of_two_tiles_does_not_show_that_earlier_tiles_are_lost():
             (LOOPS[1], "the window counts keys without the length of the context"),
         ),
         ({"loop": CONTEXT, "hides": longer_window_of_new_rows}, ()),
-        # the constant 0 beside scores that are 1 larger is a constant of -1
+        # all other scores are 1 larger, so the constant 0 has the effect of -1
         ({"loop": None, "as_zero": before_window, "shift": 1.0}, ("in both loops", "score -1")),
     ],
     ids=["zero in both", "zero in the context", "new rows", "new keys", "longer window", "shifted"],
