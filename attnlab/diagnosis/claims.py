@@ -204,25 +204,24 @@ def _unread_inputs(
     ]
     tensors = tensors_in(launches)
     outputs = [Elements(one) for _, one in tensors if _is_output(one, output)]
-    stored = [_cells(outputs, addresses, is_wrong) for _, addresses in programs]
+    stored = [
+        sum((_cells(one, one.indices(at), is_wrong) for one in outputs), torch.zeros_like(is_wrong))
+        for _, at in programs
+    ]
     written = {one.tensor.data_ptr() for one in stores}
     for name, tensor in tensors:
         if tensor.data_ptr() in written or not tensor.is_floating_point():
             continue
         if not _has_cells(tensor, is_wrong):
             continue
-        elements = [Elements(tensor)]
-        loads = [elements[0].indices(loaded) for loaded, _ in programs]
-        both = [
-            (loaded, cells)
-            for (loaded, _), load, cells in zip(programs, loads, stored, strict=True)
-            if len(load)
-        ]
+        elements = Elements(tensor)
+        loads = [elements.indices(loaded) for loaded, _ in programs]
+        both = [(load, cells) for load, cells in zip(loads, stored, strict=True) if len(load)]
         unread = torch.zeros_like(is_wrong)
-        for loaded, cells in both:
-            unread |= cells & ~_cells(elements, loaded, is_wrong, completely=True)
+        for load, cells in both:
+            unread |= cells & ~_cells(elements, load, is_wrong, completely=True)
         if not any(bool(cells.any()) for _, cells in both):
-            every = np.unique(np.concatenate([loaded for loaded, _ in programs]))
+            every = np.unique(np.concatenate(loads))
             unread = ~_cells(elements, every, is_wrong, completely=True)
         if bool(unread.any()):
             yield (
@@ -240,18 +239,14 @@ def _has_cells(tensor: torch.Tensor, cells: torch.Tensor) -> bool:
 
 
 def _cells(
-    tensors: Sequence[Elements], addresses: Any, cells: torch.Tensor, *, completely: bool = False
+    tensor: Elements, indices: Any, cells: torch.Tensor, *, completely: bool = False
 ) -> torch.Tensor:
-    """Return which rows and heads have some of their elements at given addresses, or all of them, as bool
-    with the shape of ``cells``."""
-    found = torch.zeros_like(cells)
-    for one in tensors:
-        size = one.shape[-1] if len(one.shape) == 3 else 1
-        counts = np.bincount(one.indices(addresses) // size, minlength=one.shape.numel() // size)
-        had = torch.from_numpy(counts == size if completely else counts > 0)
-        rows = had.view(one.shape[:2]) if len(one.shape) == 3 else had.view(one.shape).T
-        found |= rows[: len(cells)]
-    return found
+    """Return which rows and heads of a tensor have some of their elements among ``indices``, or all of them,
+    as bool with the shape of ``cells``."""
+    size = tensor.shape[-1] if len(tensor.shape) == 3 else 1
+    counts = np.bincount(indices // size, minlength=tensor.shape.numel() // size)
+    had = torch.from_numpy(counts == size if completely else counts > 0).view(tensor.shape[:2])
+    return (had if len(tensor.shape) == 3 else had.T)[: len(cells)]
 
 
 def is_conflict(fact: str) -> bool:

@@ -7,7 +7,7 @@ rows, and hides from each row what it must not see. Slots past the last key hold
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -488,9 +488,10 @@ def mask_defects(problem: Problem, output: torch.Tensor | None = None) -> list[D
     if problem.call.spec.merges or not problem.call.visibility.is_plain:
         return []
     found: dict[str, Defect] = {}
+    samples = [] if output is None else list(_samples(problem, output))
     for visited in visits(problem):
         laws = list(_laws(problem, visited))
-        for law in laws if output is None else [*laws, *_measured(problem, visited, laws, output)]:
+        for law in (*laws, *_measured(problem, visited, laws, samples)):
             where = "" if law.is_of_rows else f"{visited.text}, "
             loop = "in both loops, " if law.both_loops else LOOPS[visited.loop]
             text = f"{loop}{where}{_text(law)}"
@@ -506,21 +507,34 @@ _ALIKE = 0.05  # by how much most of the factors exp(score) of these pairs may d
 _HUGE = 60.0  # a score so large that the weights of all other slots are 0
 
 
+_Sample = tuple[RowSlice, torch.Tensor, torch.Tensor]  # rows with their output, and the right one
+
+
+def _samples(problem: Problem, output: torch.Tensor) -> Iterator[_Sample]:
+    """Yield a few rows of each sequence with what an output has for them."""
+    for row_slice in sample_rows(problem):
+        rows = problem.row_starts()[row_slice.seq] + row_slice.tokens
+        given = output[rows][:, row_slice.heads].double()
+        yield row_slice, given, problem.correct(row_slice).output
+
+
 def _measured(
-    problem: Problem, visited: Visits, laws: Iterable[MaskLaw], output: torch.Tensor
+    problem: Problem, visited: Visits, laws: Iterable[MaskLaw], samples: Sequence[_Sample]
 ) -> Iterator[MaskLaw]:
     """Yield laws with the one score that an output shows, alone and in units of the softmax scale."""
-    scale = problem.attention_inputs(sample_rows(problem)[0]).sm_scale
+    if not samples:
+        return
+    scale = problem.attention_inputs(samples[0][0]).sm_scale
     constant = (dataclasses.replace(law, score=0.0) for law in laws if law.score is not None)
     for law in dict.fromkeys(one for one in constant if not one.seen):
-        score = _measured_score(problem, visited, law, output)
+        score = _measured_score(problem, visited, law, samples)
         if score is not None and all(abs(score - one) > _NEAR for one in _scores(problem)):
             yield dataclasses.replace(law, score=_plain(score))
             yield dataclasses.replace(law, score=_plain(score / scale), scaled=True)
 
 
 def _measured_score(
-    problem: Problem, visited: Visits, law: MaskLaw, output: torch.Tensor
+    problem: Problem, visited: Visits, law: MaskLaw, samples: Sequence[_Sample]
 ) -> float | None:
     """Return the score of hidden slots under a law, or None if the wrong rows of an output show no one.
 
@@ -528,10 +542,7 @@ def _measured_score(
     is proportional to exp(score).
     """
     shown, wanted = [], []
-    for row_slice in sample_rows(problem):
-        rows = problem.row_starts()[row_slice.seq] + row_slice.tokens
-        given = output[rows][:, row_slice.heads].double()
-        right = problem.correct(row_slice).output
+    for row_slice, given, right in samples:
         at_0, alone = (
             _Counting(dataclasses.replace(law, score=one), visited)
             .compute(problem, row_slice)

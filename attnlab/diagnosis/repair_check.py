@@ -362,9 +362,10 @@ class _Search:
         """Return the claim of an edit, or None if it is refuted, if too few further cases are wrong without
         it, or if the time is over."""
         own, varied = self.proofs.own, self.proofs.varied
+        every = [*own, *varied]
         if not own[0].accepts(repair):
             return None
-        if repair.is_in_test and _is_constant(repair, [*own, *varied]):
+        if repair.is_in_test and _is_constant(repair, every):
             return None  # it switches a branch on or off, in which the fault may be
         if not self._holds(repair):
             return None
@@ -376,7 +377,7 @@ class _Search:
         cases = self._repaired_cases(repair)
         if cases < _FEWEST:
             return None
-        is_constant = _has_one_condition(repair, [*own, *varied])
+        is_constant = _has_one_condition(repair, every)
         if repair.is_in_test and (is_constant or _leaves_a_branch(repair, own[0], varied)):
             return None  # as above
         return RepairClaim(
@@ -384,7 +385,7 @@ class _Search:
             source=linecache.getline(*repair.line).strip(),
             cases=cases,
             only_finite=bool(leaking),
-            is_stated=not (is_constant or _is_constant(repair, [*own, *varied])),
+            is_stated=not (is_constant or _is_constant(repair, every)),
             untouched=sum(proof.is_untouched(repair) for proof in own),
         )
 
