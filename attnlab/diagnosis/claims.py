@@ -17,6 +17,7 @@ from attnlab.case.shown import Document, json_value
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.output_rules import highest_of_parts, is_address, wrong_addresses
+from attnlab.diagnosis.parts import part_facts
 from attnlab.diagnosis.pattern import Pattern, Sizes, row_rules, sequence_rules
 from attnlab.diagnosis.reruns import further_cases
 from attnlab.diagnosis.trials import Repair
@@ -155,13 +156,14 @@ _CONFLICT = "stores other numbers to elements of"
 
 
 def recorded_facts(
-    case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result]
+    case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result], problem: Problem
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is wrong with the stores of a Case, and with the loads of what has one value per row, each
-    with the rows and heads that it concerns.
+    """Yield what is wrong with the stores of a Case, with the loads of what has one value per row, and with
+    parts that are merged, each with the rows and heads that it concerns.
 
-    ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its output, as are the yielded
-    tensors. A conflict in scratch memory may concern all of them. Only the interpreter records accesses.
+    ``problem``: the Case's. ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its
+    output, as are the yielded tensors. A conflict in scratch memory may concern all of them. Only the
+    interpreter records accesses.
     """
     if not runs_triton(case.backend):
         return
@@ -184,6 +186,8 @@ def recorded_facts(
             yield f"{UNWRITTEN} some elements of the output", unwritten
     if case.query_rows is None and case.query_heads is None:
         yield from _unread_inputs(probe.launches, output, is_wrong, written)
+    if case.spec.parts:
+        yield from part_facts(case.spec.parts, probe.launches, output, problem, is_wrong)
 
 
 def _unread_inputs(

@@ -156,12 +156,13 @@ def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
         ran = run(traced)
         if ran.status == "rejected":
             return none
-        wrong = examine(lab, traced, ran.output.cpu(), (), Pattern()).evidence.locations.is_wrong
+        evidence = examine(lab, traced, ran.output.cpu(), (), Pattern()).evidence
+        wrong = evidence.locations.is_wrong
         found = (
             *_reads(lab, traced, ran),
             *_writes(traced, ran, wrong.any(1), run),
             *_scratch(traced, ran, run),
-            *recorded_facts(traced, wrong, run),
+            *recorded_facts(traced, wrong, run, evidence.problem),
         )
     except AttnLabError:
         return none

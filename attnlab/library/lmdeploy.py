@@ -159,6 +159,13 @@ FLASH_ATTN_WITH_KVCACHE = _op(
         16,
     ),  # of _get_split_k, with the 16 multiprocessors of attnlab's simulated GPU
     split_step=None,
+    parts={
+        "kernel": "_reduce_split_kernel",
+        "values": "acc_ptr[..., :-2]",
+        "logarithms": "acc_ptr[..., -2] * ln2",
+        "sums": "acc_ptr[..., -1]",
+        "sinks": "sinks_ptr",
+    },
     left_out={
         **LEFT_OUT,
         "several query tokens per sequence": "they see each other, as blocks of a diffusion model do",

@@ -87,6 +87,10 @@ class Op:
       ``split_step``: the number of keys of a part is a multiple of it; None is the block size.
       ``partition_size``: other kernels take sequences of more keys, in parts of so many that they merge; 0 if
       the length of a sequence chooses no kernel.
+    - ``parts``: of an op whose one kernel stores parts of sequences that another one merges, expressions in
+      the arguments of the latter, ``kernel``: ``values`` [rows, heads, parts, size], numerators;
+      ``logarithms`` and ``sums`` [rows, heads, parts], of the factors of the parts and their denominators
+      (1 without it); ``sinks`` [heads], further logarithms that the merge adds.
     - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
       (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
     - ``left_out``: what the op can but a check does not run, or a caller may not ask for, with the reason.
@@ -143,6 +147,7 @@ class Op:
     own_splits: tuple[int, ...] = ()
     split_step: int | None = 1
     partition_size: int = 0
+    parts: Mapping[str, str] = field(default_factory=dict)
     masks: tuple[str, ...] = ()
     adds_bias: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)

@@ -99,6 +99,12 @@ DECODE_ATTENTION = _op(
     neutral=dict.fromkeys(("num_kv_splits", "max_kv_splits", "page_size"), PATH),
     default_splits=8,  # the choice of attnlab: SGLang computes a number for each sequence
     split_step=32,  # _MIN_BLOCK_KV
+    parts={
+        "kernel": "_fwd_kernel_stage2",
+        "values": "Mid_O * v_scale",
+        "logarithms": "Mid_O_1",
+        "sinks": "sink_ptr",
+    },
     contract={"softcap": "any", "sinks": "any", "serves": "decode"},
     rounding={"products": True, "to_cache": True},  # with several heads per KV head
     prefill=False,

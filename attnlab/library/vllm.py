@@ -122,6 +122,11 @@ DECODE_ATTENTION_FWD = Op(
     },
     neutral={"num_kv_splits": PATH},
     default_splits=4,  # num_kv_splits of the Triton MLA backend, 0.11.2
+    parts={
+        "kernel": "_fwd_kernel_stage2",
+        "values": "Mid_O[..., :-1]",
+        "logarithms": "Mid_O[..., -1]",
+    },
     contract={"softcap": "any", "serves": "decode"},
     rounding={"products": True},
     prefill=False,
@@ -323,6 +328,12 @@ UNIFIED_ATTENTION = Op(
     },
     index_dtypes=dict.fromkeys(("causal", "mm_prefix_range", "rswa_prefix_lens"), ("int32",)),
     default_splits=16,  # NUM_PAR_SOFTMAX_SEGMENTS
+    parts={
+        "kernel": "reduce_segments",
+        "values": "segm_output_ptr",
+        "logarithms": "segm_max_ptr",
+        "sums": "segm_expsum_ptr",
+    },
     # Until vLLM PR #56579 it computed the soft cap from two exponentials, which overflow.
     contract={"alibi_from": "first new token", "sinks": "any", "softcap": "any"},
     contract_of={"0.11.2": {"softcap": "overflows"}},

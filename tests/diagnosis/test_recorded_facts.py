@@ -52,7 +52,7 @@ def stores(output: torch.Tensor, extra: int, numbers: float | None) -> LaunchLog
             ProgramLog(program=(row, 0, 0), stores={LINE: [addresses]}, values={LINE: [values]})
         )
     arguments = {"output_ptr": output}
-    function = SimpleNamespace()
+    function = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"))
     return LaunchLog(
         function=function, arguments=arguments, converted={}, sizes=(2, 1, 1), programs=programs
     )
@@ -63,7 +63,7 @@ def facts(launch: LaunchLog, wrong: torch.Tensor) -> set[str]:
         current_probe().launches.append(launch)
         return SimpleNamespace(output=torch.zeros(len(wrong), HEADS, SIZE))
 
-    return {name for name, _ in recorded_facts(CASE, wrong, run)}
+    return {name for name, _ in recorded_facts(CASE, wrong, run, None)}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_fact_that_a_wrong_output_lacks_is_no_claim():
 
 def test_nothing_is_stated_of_kernels_that_are_not_interpreted():
     wrong = torch.ones(1, 1, dtype=torch.bool)
-    assert not list(recorded_facts(CASE.replace(backend="model"), wrong, None))
+    assert not list(recorded_facts(CASE.replace(backend="model"), wrong, None, None))
 
 
 # Reads outside of a tensor: the source line is the finding, and the same in every process.

@@ -60,7 +60,8 @@ class LaunchLog:
     """One launch: the function, its arguments by name, as given and as converted, and its programs.
 
     ``before``: clones of the tensors that kernels may write, from before the first launch that got them, by
-    address. The class has the interface of :class:`attnlab.kernels.triton.run_log.Trace`.
+    address; none if only accesses are recorded. The class has the interface of
+    :class:`attnlab.kernels.triton.run_log.Trace`.
     """
 
     function: Any
@@ -181,7 +182,7 @@ class Probe:
             return None
         log = LaunchLog(function=function, arguments=arguments, converted=converted, sizes=sizes)
         known = {address for launch in self.launches for address in launch.before}
-        for value in arguments.values():
+        for value in arguments.values() if self.records else ():
             if isinstance(value, torch.Tensor) and value.data_ptr() not in known:
                 log.before[value.data_ptr()] = value.clone()
         self.launches.append(log)
