@@ -15,7 +15,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import runs_triton
 from attnlab.case.op_arguments import NONE
-from attnlab.contracts.contract import Target, contracts_of
+from attnlab.contracts.contract import ROCM_DECODE, Target, contracts_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import SlotState, contract_reads
 from attnlab.contracts.violations import Violations, find_violations
@@ -188,7 +188,7 @@ def _rows_in(case: Case, seq: int) -> torch.Tensor:
 def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[_Found]:
     """Yield what is wrong with the slots that are read for the sequences.
 
-    On the emulated ROCm device, sequences with several new tokens are computed elsewhere and not traced.
+    Of kernels for ROCm, those in Triton are traced with backend vllm, the others on the emulated device.
     """
     if ran.memory is None:
         return
@@ -201,10 +201,13 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[_Found]:
             yield what, _rows_in(case, entry.seq)
         places = {place for found in entry.slots.values() for place in found}
         read.setdefault((kind, entry.seq), set()).update(places)
-    traced = ["keys", *([] if case.interleave_v else ["values"])]
-    for kind in traced if read else ():
+    traced = {kind for kind, _ in read}
+    is_whole = case.backend == "vllm" and ROCM_DECODE not in decide(case).kernels
+    if is_whole and case.op_argument == NONE:  # others may read a copy of the cache
+        traced = {"keys", "values"}
+    for kind in sorted(traced - {"values" if case.interleave_v else ""}):
         for seq, slots in _needed(lab, case).items():
-            is_traced = case.backend == "vllm" or any(of == seq for _, of in read)
+            is_traced = is_whole or any(of == seq for _, of in read)
             if is_traced and not slots <= read.get((kind, seq), set()):
                 yield f"cached {kind} that a sequence must read are never read", _rows_in(case, seq)
     for one in ran.memory.unwritten:

@@ -200,6 +200,14 @@ def test_values_that_are_never_read_describe_a_fault():
     assert "cached values that a sequence must read are never read" in facts
 
 
+def test_a_cache_that_is_never_read_describes_a_fault():
+    """No slot is read for any sequence, as if the loop over the context had no turn."""
+    facts = accesses(lambda case: (), always_nan)
+    assert {
+        f"cached {kind} that a sequence must read are never read" for kind in ("keys", "values")
+    } <= {*facts}
+
+
 def test_a_read_that_right_outputs_share_describes_nothing():
     """It is made in every case; the outputs are wrong in batches with several new tokens alone."""
 
