@@ -89,7 +89,7 @@ def with_second_cases(
         only_decodes = max(other.lengths.query_lens, default=0) == 1
         if has_prefill and only_decodes and not examine(lab, known, output, ()).diagnosis.is_wrong:
             continue
-        found = {one.name: _verdict(lab, known, output, one) for one in left}
+        found = {one.name: verdict_of(lab, known, output, one) for one in left}
         for one in left:
             needs = _NEEDS.get(one.defect.family)
             if (
@@ -157,7 +157,7 @@ def _with_cases(
 SHOWN, ALLOWED, REFUTED = "shown", "allowed", "refuted"
 
 
-def _verdict(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -> str:
+def verdict_of(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -> str:
     """Return whether the output of another case shows a candidate, allows or contradicts it."""
     again = examine(lab, case, output, (candidate.defect,), Pattern())
     wrong_rows, unwritten = again.evidence.locations.wrong_rows, again.evidence.unwritten
@@ -403,15 +403,12 @@ def _true_of_outside(
     Zeros are what any address outside gives, and what other faults may give. Without such a run, nothing is
     said about addresses.
     """
-    others = [one for one in candidates if one.defect.family != FAMILY]
-    if len(others) == len(candidates):
-        return candidates
     known = with_known_contents(case)
     try:
         with other_outside():
-            return _confirmed(lab, known, rerun(known), candidates)[0]
+            return _confirmed(lab, known, rerun(known), candidates)[0] if candidates else []
     except AttnLabError:
-        return others
+        return [one for one in candidates if one.defect.family != FAMILY]
 
 
 def rules_of(problem: Problem, output: torch.Tensor) -> tuple[Defect, ...]:

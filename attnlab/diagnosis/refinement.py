@@ -14,16 +14,20 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
+from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
 from attnlab.diagnosis.confirmation import (
+    REFUTED,
     find_rule,
     is_hidden,
     processes_of,
+    verdict_of,
     with_leaks,
     with_second_cases,
 )
 from attnlab.diagnosis.decision import (
+    SLOTS_OF,
     Evidence,
     Examination,
     examine,
@@ -36,7 +40,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.pattern import Pattern, Sizes
+from attnlab.diagnosis.pattern import PLACES, Pattern, Sizes
 from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
@@ -50,6 +54,7 @@ from attnlab.diagnosis.reruns import (
 )
 from attnlab.kernels.child_process import in_background, in_copies
 from attnlab.kernels.control import Control, rows_agree
+from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
@@ -349,6 +354,59 @@ def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
         return True if examine(lab, nan, rerun(nan), (), Pattern()).diagnosis.is_wrong else None
     except AttnLabError:
         return None
+
+
+# Compare what is said about values with a run in which loads outside of all tensors get other numbers than 0.
+
+
+def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) -> Diagnosis:
+    """Return the diagnosis without what is not true of a run with other numbers outside of all tensors.
+
+    It runs if a row depends on them. The interpreter loads zeros there: all keys that are 0 have one score,
+    and other factors of an address give the same zeros. So a rule about addresses needs a wrong row that does
+    not depend on them. A name of a leak says what NaN does, and is kept.
+    """
+    if not diagnosis.outside_rows:
+        return diagnosis
+    known = with_known_contents(case)
+    try:
+        with other_outside():
+            output = rerun(known)
+        found = examine(lab, known, output, ())
+    except AttnLabError:
+        return diagnosis
+    rule, is_all = diagnosis.rule, len(diagnosis.outside_rows) >= diagnosis.wrong_rows
+    if rule is not None and rule.candidate.defect.family == FAMILY and is_all:
+        rule = None
+    diagnosis = withdraw(
+        diagnosis,
+        lambda one: one.name not in SLOTS_OF and verdict_of(lab, known, output, one) == REFUTED,
+        "excluded by run",
+        "{names} is withdrawn: it does not explain a run with other numbers outside of the tensors",
+    )
+    xray, weights, claim = diagnosis.xray, diagnosis.weights, diagnosis.claim
+    described = None if xray is None else xray.description
+    if described is None or not follows_from(described, lab, known, output, found):
+        xray = weights = None
+    if claim is not None:
+        claim = compared(claimed(found), claim)[0]
+        claim = claim if claim is not None and claim.is_rule else None
+    again = {fact.sentence for fact in found.diagnosis.pattern.facts}
+    facts = [one for one in diagnosis.pattern.facts if one.kind in PLACES or one.sentence in again]
+    pattern = dataclasses.replace(diagnosis.pattern, facts=tuple(facts))
+    is_described = diagnosis.bad_lines or any((rule, diagnosis.leak, weights, claim))
+    status = diagnosis.status
+    if not is_described:
+        status = status_of(diagnosis.cause, diagnosis.explanations, pattern)
+    return dataclasses.replace(
+        diagnosis,
+        status=status,
+        pattern=pattern,
+        rule=rule,
+        xray=xray,
+        weights=weights,
+        claim=claim,
+    )
 
 
 _XRAY_S = 2.5  # time for the search for a description
