@@ -42,6 +42,8 @@ _FURTHER = (  # 64 keys, and 128 of a context, fill the tiles of a kernel
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+# Several sequences without context at the end, which a merge copies: tokens of one alone count like rows.
+_LAST_WITHOUT_CONTEXT = ((3, 21), (1, 9), (4, 0), (2, 0), (3, 0))
 # Of a drawn batch: the least and most context of its decode, and of its prefills new tokens and context.
 _DRAWN = (((200, 520), ((2, 40), (1, 140))), ((1, 60), ((90, 210), (1, 60))))
 _NEARBY = 12  # cases with lengths like those of a Case
@@ -86,7 +88,9 @@ def further_cases(case: Case) -> Iterator[Case]:
         yield case.replace(distribution="normal")
     yield from second_cases(case)
     only_decodes = max(case.lengths.query_lens, default=0) == 1
-    for seed, pairs in enumerate((*_FURTHER, *_drawn_lengths(case.seed)), 13):
+    batches = [*_FURTHER, *_drawn_lengths(case.seed)]
+    batches += [_LAST_WITHOUT_CONTEXT] if case.spec.merges else []
+    for seed, pairs in enumerate(batches, 13):
         chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
         other = _longer_case(case, chosen, seed)
         if other is not None:
