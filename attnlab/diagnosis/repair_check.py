@@ -266,14 +266,15 @@ def _searched(
         proofs, end = find(), time.process_time() + _MOST_S
         for number, claim in _Search(proofs=proofs, end=end).claims(repairs):
             others = () if claim is None else [repairs.index(one) for one in claim.others]
-            send((number, claim and {name: getattr(claim, name) for name in _SENT}, others))
+            fields = claim and {name: getattr(claim, name) for name in _SENT}
+            send((number, fields, claim and claim.repair.edit, others))
 
     def receive(thing: Any) -> None:
         nonlocal at
-        at, fields, others = thing
+        at, fields, edit, others = thing
         if fields is not None:
-            named = tuple(repairs[i] for i in others)
-            found.append(RepairClaim(**fields, repair=repairs[at], others=named))
+            named, repair = tuple(repairs[i] for i in others), repairs[at].having(edit)
+            found.append(RepairClaim(**fields, repair=repair, others=named))
 
     ended = run_in_copy(search, receive, _MOST_S + _GRACE_S)
     return (found[-1] if found else None), (at if ended else None)
@@ -297,7 +298,7 @@ class _Search:
 
     def claims(self, repairs: Sequence[Repair]) -> Iterator[tuple[int, RepairClaim | None]]:
         """Yield the index of each edit before it is tried, then that of the best claim so far with it."""
-        others, claim = list[Repair](), None
+        others, claim, of_claim = list[Repair](), None, 0
         for number, repair in enumerate(repairs):
             if self._is_over():
                 break
@@ -310,14 +311,14 @@ class _Search:
             if found is None:
                 continue
             if claim is None or _is_better(found, claim):
-                claim, others = found, []
+                claim, others, of_claim = found, [], number
                 is_best = found.is_stated and not found.untouched
                 left_s = _MOST_OTHERS_S if is_best else _MOST_STATED_S
                 self.end = min(self.end, time.process_time() + left_s)
             elif found.is_stated and found.only_finite == claim.only_finite:
                 others += [] if _is_better(claim, found) else [repair]
             named = tuple(others) if claim.is_stated else ()
-            yield repairs.index(claim.repair), dataclasses.replace(claim, others=named)
+            yield of_claim, dataclasses.replace(claim, others=named)
 
     def _can_add(self, claim: RepairClaim, others: Sequence[Repair], repair: Repair) -> bool:
         """Answer whether an edit may give a better claim, or one of a line that the claim and others lack.
@@ -338,7 +339,8 @@ class _Search:
 
         If what is added only has to be large enough, it may hide a fault elsewhere: a longer loop hides a
         wrong end, whatever made it wrong. So may a branch that runs where it should not, which an edit shows
-        that leaves out the assignment in the branch.
+        that leaves out the assignment in the branch. If one alternative of a choice can be left out, that is
+        the claim: an edit of the test may be right for this reason alone, and the fault in that alternative.
         """
         edit, place = repair.edit, (repair.line, repair.edit.before)
         wider, plain = edit.widened(repair.text), edit.assigned(repair.text)
@@ -354,6 +356,10 @@ class _Search:
             return None
         if plain is not None and self._claim(repair.having(plain)):
             return None
+        for switch in repair.switches():
+            left_out = self._claim(switch)
+            if left_out is not None and left_out.untouched <= found.untouched:
+                return left_out
         if found.is_stated and any(map(self._claim, _neighbours(repair))):
             return dataclasses.replace(found, is_stated=False)
         return found

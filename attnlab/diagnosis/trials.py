@@ -417,7 +417,20 @@ class Repair:
 
     def having(self, edit: Edit) -> "Repair":
         """Return the repair with another edit."""
-        return replace(self, edit=edit)
+        return self if edit == self.edit else replace(self, edit=edit)
+
+    @property
+    def change(self) -> str:
+        """Return the edit in words."""
+        if self.edit.never is None:
+            return self.edit.text
+        first, last = (self.kernel.line(number)[1] for number in self.edit.never)
+        lines = f"line {first}" if first == last else f"lines {first}–{last}"
+        return f"the branch in {lines} never taken"
+
+    def switches(self) -> list["Repair"]:
+        """Return the edits that leave out one alternative of the choice that this one changes."""
+        return [self.having(one) for one in self.edit.switches(self.text)] if self.text else []
 
     @property
     def is_in_test(self) -> bool:

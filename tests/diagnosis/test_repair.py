@@ -444,6 +444,19 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path,
     assert find_claim(lab, case, [switch]) is None
 
 
+def test_a_test_that_is_right_gives_the_branch_with_the_fault(tmp_path, monkeypatch, lab):
+    """The branch is wrong with 16 elements and harmless with more: the opposite test is right everywhere."""
+    store = "    place = out + row * out_row"
+    branch = "    if DIM <= 16:\n        mixed = tl.minimum(mixed, (DIM - 16) * 1000.0)\n"
+    case, line = planted(tmp_path, store, branch + store)
+    confirm_in(
+        monkeypatch, list(islice(further_cases(case), 3)), varied=[case.replace(head_size=32)]
+    )
+    claim = find_claim(lab, case, [edit_of(lab, case, "DIM <= 16", "DIM > 16")])
+    assert (claim.line, claim.is_stated) == (line, True)
+    assert f"with the branch in line {line + 1} never taken the output is right" in claim.text
+
+
 def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch, lab):
     """The end of the loop is wrong in another line. Masks hide what a longer loop adds."""
     loop = "    for first in range(0, end + 1, BLOCK):\n"

@@ -362,6 +362,8 @@ class Edit:
       added part.
     - ``revives``: it uses a name that the kernel has and does not use; ``is_kin``: the statement has a name
       that shares a word with it. ``more``: further places that become ``after``, too.
+    - ``never``: the first and the last line of a branch that never runs with the edit, as :meth:`switches`
+      says; None for other edits.
     """
 
     line: int
@@ -374,6 +376,7 @@ class Edit:
     revives: bool = False
     is_kin: bool = False
     more: tuple[tuple[int, int], ...] = ()
+    never: tuple[int, int] | None = None
 
     def apply(self, text: str) -> str:
         """Return the changed text."""
@@ -456,6 +459,38 @@ class Edit:
                     return replace(self, start=start, end=end, before=before, after=after, more=())
         return None
 
+    def switches(self, text: str) -> Iterator["Edit"]:
+        """Yield the edits that leave out one alternative of a choice, if this one changes what it depends on.
+
+        That is a branch of an if statement, which then never runs, or an operand of a conditional expression
+        or a selection (``tl.where``), in place of which the other one is taken always.
+        """
+        choices = ((node, _choice(node)) for node in ast.walk(ast.parse(text)))
+        around = [(node, found) for node, found in choices if self._is_in(text, found[:1])]
+        if not around:
+            return
+        node, (test, *operands) = min(around, key=lambda one: len(ast.unparse(one[0])))
+        if isinstance(node, ast.If):
+            for after, branch in (("(False)", node.body), ("(True)", node.orelse)):
+                if branch:
+                    never = branch[0].lineno, branch[-1].end_lineno or branch[-1].lineno
+                    yield replace(self._in_place_of(text, test, after), never=never)
+        elif isinstance(node, ast.expr):
+            yield from (self._in_place_of(text, node, f"({ast.unparse(one)})") for one in operands)
+
+    def _in_place_of(self, text: str, node: ast.expr, after: str) -> "Edit":
+        """Return an edit of the same cost in place of a node around this one."""
+        start, end = span_of(node, row_starts(text))
+        return Edit(
+            line=node.lineno,
+            statement=self.statement,
+            start=start,
+            end=end,
+            before=text.encode()[start:end].decode(),
+            after=after,
+            cost=self.cost,
+        )
+
     def _is_in(self, text: str, expressions: Sequence[ast.expr]) -> bool:
         """Answer whether the edit is inside one of some expressions of a text."""
         rows = row_starts(text)
@@ -523,6 +558,18 @@ def _edits(text: str, lines: frozenset[int], cost: int, whole: str) -> list[Edit
         return list(found.values())
     repeated = _edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []
     return [*found.values(), *_in_all_places(repeated)]
+
+
+def _choice(node: ast.AST) -> list[ast.expr]:
+    """Return the test of an if statement, or that of an expression and its two operands; [] of others."""
+    match node:
+        case ast.If(test):
+            return [test]
+        case ast.IfExp(test, body, orelse):
+            return [test, body, orelse]
+        case ast.Call(func, [test, body, orelse]) if ast.unparse(func) == "tl.where":
+            return [test, body, orelse]
+    return []
 
 
 def _edits_is_condition(node: ast.expr) -> bool:
