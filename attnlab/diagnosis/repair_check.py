@@ -291,6 +291,7 @@ class _Search:
     proofs: Proofs
     end: float
     loose: set[Any] = dataclasses.field(default_factory=set)
+    longer: tuple[int, RepairClaim] | None = None
     more: dict[Any, "Proof"] = dataclasses.field(default_factory=dict)
 
     def _is_over(self) -> bool:
@@ -305,7 +306,7 @@ class _Search:
             yield number, None
             if claim is not None and not self._can_add(claim, others, repair):
                 continue
-            found = self._shown(repair)
+            found = self._shown(number, repair)
             if self._is_over():
                 break  # perhaps before all that could refute it
             if found is None:
@@ -319,6 +320,8 @@ class _Search:
                 others += [] if _is_better(claim, found) else [repair]
             named = tuple(others) if claim.is_stated else ()
             yield of_claim, dataclasses.replace(claim, others=named)
+        if claim is None and self.longer is not None:
+            yield self.longer
 
     def _can_add(self, claim: RepairClaim, others: Sequence[Repair], repair: Repair) -> bool:
         """Answer whether an edit may give a better claim, or one of a line that the claim and others lack.
@@ -334,13 +337,14 @@ class _Search:
         lines = {one.line for one in (claim.repair, *others)}
         return not claim.is_stated or repair.line not in lines
 
-    def _shown(self, repair: Repair) -> RepairClaim | None:
+    def _shown(self, number: int, repair: Repair) -> RepairClaim | None:
         """Return the claim of an edit, or None if another edit shows that the cases do not show this one.
 
         If what is added only has to be large enough, it may hide a fault elsewhere: a longer loop hides a
-        wrong end, whatever made it wrong. So may a branch that runs where it should not, which an edit shows
-        that leaves out the assignment in the branch. If one alternative of a choice can be left out, that is
-        the claim: an edit of the test may be right for this reason alone, and the fault in that alternative.
+        wrong end, whatever made it wrong, and is the claim if there is no other. So may a branch that runs
+        where it should not, which an edit shows that leaves out the assignment in the branch. If one
+        alternative of a choice can be left out, that is the claim: an edit of the test may be right for this
+        reason alone, and the fault in that alternative.
         """
         edit, place = repair.edit, (repair.line, repair.edit.before)
         wider, plain = edit.widened(repair.text), edit.assigned(repair.text)
@@ -353,6 +357,9 @@ class _Search:
             return None
         if wider is not None and self._claim(repair.having(wider)):
             self.loose.add(place)
+            longer = map(self._claim, repair.longer_loops() if self.longer is None else ())
+            if (claim := next(filter(None, longer), None)) is not None:
+                self.longer = number, dataclasses.replace(claim, is_stated=True)
             return None
         if plain is not None and self._claim(repair.having(plain)):
             return None

@@ -70,11 +70,11 @@ CHOICES = """def kernel(a, b):
         (
             "a == b",
             [
-                ("tl.where(a == b, p, q + 1)", "(p)", None),
-                ("tl.where(a == b, p, q + 1)", "(q + 1)", None),
+                ("tl.where(a == b, p, q + 1)", "(p)", (0, 0)),
+                ("tl.where(a == b, p, q + 1)", "(q + 1)", (0, 0)),
             ],
         ),
-        ("a <= b", [("p if a <= b else q", "(p)", None), ("p if a <= b else q", "(q)", None)]),
+        ("a <= b", [("p if a <= b else q", "(p)", (0, 0)), ("p if a <= b else q", "(q)", (0, 0))]),
         ("q + 1", []),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_choice_can_be_switched_off(before, changed):
     end = start + len(before)
     edit = Edit(line=1, statement=1, start=start, end=end, before=before, after="b", cost=1)
     found = list(edit.switches(CHOICES))
-    assert [(one.before, one.after, one.never) for one in found] == changed
+    assert [(one.before, one.after, one.lines) for one in found] == changed
     for one in found:
         ast.parse(one.apply(CHOICES))
 
@@ -145,6 +145,11 @@ def test_lines_have_their_distance_to_a_load():
 def test_a_branch_that_decides_about_a_score_has_its_role():
     assert roles(TEXT)["score"][7] == 1
     assert 7 not in roles(TEXT)["address"]
+
+
+def test_the_range_of_a_loop_has_what_feeds_it():
+    text = "def kernel(n):\n    a = n\n    b = n\n    for i in range(0, a * 2):\n        c = a\n"
+    assert slice_of(text, 4) == {4: 0, 2: 1}
 
 
 def test_a_value_that_is_replaced_unused_is_found():
