@@ -37,6 +37,7 @@ from attnlab.diagnosis.reruns import (
     Rerun,
     further_cases,
     nearby_cases,
+    output_of_outside,
     whole_tiles_case,
     with_contents,
     with_known_contents,
@@ -70,6 +71,7 @@ def with_second_cases(
     is one of a batch with several new tokens if decodes alone are right: another kernel may compute those.
     A cause must be shown by a further case, if one runs; else it is only one of the explanations.
     """
+    diagnosis = _with_names_true_of_outside(lab, case, rerun, diagnosis)
     has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
     of_decodes = Counter[str]()
     for other in (*cases_of(case), with_other_numbers(case)):
@@ -89,7 +91,7 @@ def with_second_cases(
         only_decodes = max(other.lengths.query_lens, default=0) == 1
         if has_prefill and only_decodes and not examine(lab, known, output, ()).diagnosis.is_wrong:
             continue
-        found = {one.name: verdict_of(lab, known, output, one) for one in left}
+        found = {one.name: _verdict(lab, known, output, one) for one in left}
         for one in left:
             needs = _NEEDS.get(one.defect.family)
             if (
@@ -109,6 +111,28 @@ def with_second_cases(
         )
     is_of_decodes = case.spec.prefill and not has_prefill
     return _with_cases(diagnosis, cases, of_decodes if is_of_decodes else None)
+
+
+def _with_names_true_of_outside(
+    lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis
+) -> Diagnosis:
+    """Return the diagnosis without names that do not explain a run with other numbers outside of all tensors.
+
+    Zeros there may look like another fault: keys of 0 all have one score. A leak is shown by NaN in slots.
+    """
+    kept = {*_SHOWN_BY_RERUNS, *SLOTS_OF}
+    if {one.name for one in diagnosis.explanations} <= kept:
+        return diagnosis
+    known = with_contents(case, output_init="recycled")
+    output = output_of_outside(rerun, known)
+    if output is None:
+        return diagnosis
+    return withdraw(
+        diagnosis,
+        lambda one: one.name not in kept and _verdict(lab, known, output, one) == REFUTED,
+        "excluded by rerun",
+        "{names} does not explain a run with other numbers outside of the tensors",
+    )
 
 
 def _sizes(case: Case) -> tuple[Lengths, int]:
@@ -157,7 +181,7 @@ def _with_cases(
 SHOWN, ALLOWED, REFUTED = "shown", "allowed", "refuted"
 
 
-def verdict_of(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -> str:
+def _verdict(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -> str:
     """Return whether the output of another case shows a candidate, allows or contradicts it."""
     again = examine(lab, case, output, (candidate.defect,), Pattern())
     wrong_rows, unwritten = again.evidence.locations.wrong_rows, again.evidence.unwritten

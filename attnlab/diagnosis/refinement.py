@@ -18,16 +18,13 @@ from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
 from attnlab.diagnosis.confirmation import (
-    REFUTED,
     find_rule,
     is_hidden,
     processes_of,
-    verdict_of,
     with_leaks,
     with_second_cases,
 )
 from attnlab.diagnosis.decision import (
-    SLOTS_OF,
     Evidence,
     Examination,
     examine,
@@ -40,7 +37,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.pattern import PLACES, Pattern, Sizes
+from attnlab.diagnosis.pattern import Pattern, Sizes
 from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
@@ -49,6 +46,7 @@ from attnlab.diagnosis.reruns import (
     find_dependence,
     find_slot_kinds,
     further_cases,
+    output_of_outside,
     with_contents,
     with_known_contents,
 )
@@ -79,9 +77,10 @@ def confirmed_weights(
 ) -> DescribedWeights | None:
     """Return the first description from which every wrong output of the further cases follows, or None.
 
-    Of a batch of decodes, only decodes must follow. ``processes``: as ``Kernel.processes``.
+    So must the output of a run with other numbers outside of all tensors. Of a batch of decodes, only decodes
+    must follow. ``processes``: as ``Kernel.processes``.
     """
-    first = descriptions[:_MOST]
+    first = list(descriptions[:_MOST])
 
     def followed(other: Case) -> tuple[bool, list[bool]] | None:
         """Return whether another output is wrong, and from which descriptions it follows; None if the case
@@ -91,7 +90,12 @@ def confirmed_weights(
             return is_wrong, [follows_from(one, lab, known, output, found) for one in first]
         return None
 
-    others = list(further_cases(case))
+    known = with_known_contents(case)
+    output = output_of_outside(rerun, known)
+    if output is not None:
+        found = examine(lab, known, output, (), Pattern())
+        first = [one for one in first if follows_from(one, lab, known, output, found)]
+    others = list(further_cases(case)) if first else []
     runs = list(zip(others, in_copies(followed, others, processes), strict=True))
     for i, description in enumerate(first):
         cases, is_right = 0, True
@@ -362,9 +366,9 @@ def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
 def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) -> Diagnosis:
     """Return the diagnosis without what is not true of a run with other numbers outside of all tensors.
 
-    It runs if a row depends on them. The interpreter loads zeros there: all keys that are 0 have one score,
-    and other factors of an address give the same zeros. So a rule about addresses needs a wrong row that does
-    not depend on them. A name of a leak says what NaN does, and is kept.
+    It runs if a row depends on them. The interpreter loads zeros there, and other factors of an address give
+    the same zeros, so a rule about addresses needs a wrong row that does not depend on them. Names, other
+    rules and confirmed weights were compared with such a run before.
     """
     if not diagnosis.outside_rows:
         return diagnosis
@@ -378,23 +382,19 @@ def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) ->
     rule, is_all = diagnosis.rule, len(diagnosis.outside_rows) >= diagnosis.wrong_rows
     if rule is not None and rule.candidate.defect.family == FAMILY and is_all:
         rule = None
-    diagnosis = withdraw(
-        diagnosis,
-        lambda one: one.name not in SLOTS_OF and verdict_of(lab, known, output, one) == REFUTED,
-        "excluded by run",
-        "{names} is withdrawn: it does not explain a run with other numbers outside of the tensors",
-    )
-    xray, weights, claim = diagnosis.xray, diagnosis.weights, diagnosis.claim
+    xray, claim = diagnosis.xray, diagnosis.claim
     described = None if xray is None else xray.description
     if described is None or not follows_from(described, lab, known, output, found):
-        xray = weights = None
+        xray = None
     if claim is not None:
         claim = compared(claimed(found), claim)[0]
         claim = claim if claim is not None and claim.is_rule else None
     again = {fact.sentence for fact in found.diagnosis.pattern.facts}
-    facts = [one for one in diagnosis.pattern.facts if one.kind in PLACES or one.sentence in again]
+    facts = (
+        one for one in diagnosis.pattern.facts if not one.accounts_for or one.sentence in again
+    )
     pattern = dataclasses.replace(diagnosis.pattern, facts=tuple(facts))
-    is_described = diagnosis.bad_lines or any((rule, diagnosis.leak, weights, claim))
+    is_described = diagnosis.bad_lines or any((rule, diagnosis.leak, diagnosis.weights, claim))
     status = diagnosis.status
     if not is_described:
         status = status_of(diagnosis.cause, diagnosis.explanations, pattern)
@@ -404,7 +404,6 @@ def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) ->
         pattern=pattern,
         rule=rule,
         xray=xray,
-        weights=weights,
         claim=claim,
     )
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.control import rows_agree, rows_equal
+from attnlab.kernels.triton.run_log import other_outside
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
 from attnlab.weights.conclude import other_case, with_more_heads
@@ -341,6 +342,20 @@ def find_dependence(
         on_slots=_rows_that_ran(on_finite | on_nan, case),
         on_finite_slots=_rows_that_ran(on_finite, case),
     )
+
+
+def output_of_outside(rerun: Rerun, case: Case) -> torch.Tensor | None:
+    """Return the output of a Case with other numbers than 0 outside of all tensors.
+
+    None if it is the same, or if the kernel raises.
+    """
+    try:
+        plain = rerun(case)
+        with other_outside():
+            output = rerun(case)
+    except AttnLabError:
+        return None
+    return None if bool(rows_agree(output, plain).all()) else output
 
 
 def find_unwritten(rerun: Rerun, case: Case, output: torch.Tensor) -> torch.Tensor:
