@@ -15,7 +15,7 @@ import torch
 
 from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
 from attnlab.diagnosis.divisions import divisions
-from attnlab.kernels.triton.run_log import number_outside
+from attnlab.kernels.triton.run_log import numbers_outside
 from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
 from attnlab.tensors.cache import MOST_COPIED, to_flash
 from attnlab.tensors.call import KernelCall
@@ -87,11 +87,11 @@ class TensorMemory:
     def read(self, address: torch.Tensor) -> torch.Tensor:
         """Return what a load gets from addresses relative to the base.
 
-        Outside of the memory, that is the number that the interpreter loads there.
+        Outside of the memory, those are the numbers that the interpreter loads there.
         """
         at, size = address + self.base, len(self.flat)
         stored = self.flat[at.clamp(0, size - 1)]
-        return torch.where((at >= 0) & (at < size), stored, number_outside(stored.dtype))
+        return torch.where((at >= 0) & (at < size), stored, numbers_outside(at, stored.dtype))
 
     def after(
         self, numbers: torch.Tensor, to: torch.Tensor, at: torch.Tensor, is_moved: torch.Tensor

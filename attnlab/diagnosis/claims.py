@@ -331,9 +331,9 @@ class RepairClaim:
     def reason(self) -> str:
         """Return the edit in words, and the first equivalent edit of another line."""
         finite = ", for finite numbers in slots without a token" if self.only_finite else ""
-        what = f"with {self.repair.edit.text}" if self.is_stated else "with a change of this line"
+        what = f"with {self.repair.change}" if self.is_stated else "with a change of this line"
         elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
-        other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.edit.text}"
+        other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.change}"
         rest = (
             f"; in {self.untouched} other {_cases(self.untouched)} it stays wrong, without a change"
         )
@@ -356,7 +356,7 @@ class RepairClaim:
             "stated": self.is_stated,
             "untouched": self.untouched,
             "others": [
-                {"file": one.line[0], "line": one.line[1], "edit": one.edit.text}
+                {"file": one.line[0], "line": one.line[1], "edit": one.change}
                 for one in self.others
             ],
             "text": self.text,

@@ -37,6 +37,7 @@ from attnlab.diagnosis.reruns import (
     Rerun,
     further_cases,
     nearby_cases,
+    output_of_outside,
     whole_tiles_case,
     with_contents,
     with_known_contents,
@@ -70,6 +71,7 @@ def with_second_cases(
     is one of a batch with several new tokens if decodes alone are right: another kernel may compute those.
     A cause must be shown by a further case, if one runs; else it is only one of the explanations.
     """
+    diagnosis = _with_names_true_of_outside(lab, case, rerun, diagnosis)
     has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
     of_decodes = Counter[str]()
     for other in (*cases_of(case), with_other_numbers(case)):
@@ -109,6 +111,28 @@ def with_second_cases(
         )
     is_of_decodes = case.spec.prefill and not has_prefill
     return _with_cases(diagnosis, cases, of_decodes if is_of_decodes else None)
+
+
+def _with_names_true_of_outside(
+    lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis
+) -> Diagnosis:
+    """Return the diagnosis without names that do not explain a run with other numbers outside of all tensors.
+
+    Zeros there may look like another fault: keys of 0 all have one score. A leak is shown by NaN in slots.
+    """
+    kept = {*_SHOWN_BY_RERUNS, *SLOTS_OF}
+    if {one.name for one in diagnosis.explanations} <= kept:
+        return diagnosis
+    known = with_contents(case, output_init="recycled")
+    output = output_of_outside(rerun, known)
+    if output is None:
+        return diagnosis
+    return withdraw(
+        diagnosis,
+        lambda one: one.name not in kept and _verdict(lab, known, output, one) == REFUTED,
+        "excluded by rerun",
+        "{names} does not explain a run with other numbers outside of the tensors",
+    )
 
 
 def _sizes(case: Case) -> tuple[Lengths, int]:
@@ -403,15 +427,12 @@ def _true_of_outside(
     Zeros are what any address outside gives, and what other faults may give. Without such a run, nothing is
     said about addresses.
     """
-    others = [one for one in candidates if one.defect.family != FAMILY]
-    if len(others) == len(candidates):
-        return candidates
     known = with_known_contents(case)
     try:
         with other_outside():
-            return _confirmed(lab, known, rerun(known), candidates)[0]
+            return _confirmed(lab, known, rerun(known), candidates)[0] if candidates else []
     except AttnLabError:
-        return others
+        return [one for one in candidates if one.defect.family != FAMILY]
 
 
 def rules_of(problem: Problem, output: torch.Tensor) -> tuple[Defect, ...]:

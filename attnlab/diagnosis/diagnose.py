@@ -44,7 +44,7 @@ from attnlab.diagnosis.decision import (
 from attnlab.diagnosis.diagnosis import Diagnosis, Distinction, find_distinction
 from attnlab.diagnosis.lines import lines_of, locate_lines
 from attnlab.diagnosis.pattern import PLACES, Pattern
-from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
+from attnlab.diagnosis.refinement import Kernel, kernel_of, true_of_outside, with_reruns
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
 from attnlab.diagnosis.trials import FULL, Limit
@@ -267,7 +267,7 @@ def with_outside_reads(
 
     If the lines of these accesses recur wherever a further output is wrong, the status is "described", and
     nothing is stated about values. A rule about addresses is: it is why an access is out of bounds.
-    :func:`without_unfounded_rule` judges it. ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
+    :func:`true_of_outside` judges it. ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
     """
     rows = outside_rows(case, ran, run) if diagnosis.wrong_rows and ran.outside else ()
     if not rows:
@@ -289,20 +289,6 @@ def with_outside_reads(
     rule = find_rule(lab, case, lambda one: run(one).output.cpu())
     is_address = rule is not None and rule.candidate.defect.family == FAMILY
     return dataclasses.replace(found, rule=rule if is_address else None)
-
-
-def without_unfounded_rule(diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis without a rule about addresses if every wrong row depends on memory outside.
-
-    The interpreter loads zeros there from every address, so that other factors give the same output.
-    """
-    rule = diagnosis.rule
-    if rule is None or rule.candidate.defect.family != FAMILY:
-        return diagnosis
-    if len(diagnosis.outside_rows) < diagnosis.wrong_rows:
-        return diagnosis
-    status = diagnosis.status if diagnosis.bad_lines else "unexplained"
-    return dataclasses.replace(diagnosis, rule=None, status=status)
 
 
 def outside_rows(case: Case, ran: Result, run: Run) -> tuple[int, ...]:
@@ -462,7 +448,7 @@ def _with_runs(
     announce: Callable[[str], None],
 ) -> Diagnosis:
     """Return the diagnosis with what the run and further runs show; ``own`` runs the kernels."""
-    diagnosis = without_unfounded_rule(diagnosis)
+    diagnosis = true_of_outside(lab, case, diagnosis, lambda one: own.run(one).output.cpu())
     diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
     announce(_confirmed(diagnosis))
     diagnosis = with_accesses(lab, case, diagnosis, own.run, processes_of(own, case))

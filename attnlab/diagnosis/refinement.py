@@ -14,6 +14,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
+from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
 from attnlab.diagnosis.confirmation import (
@@ -45,11 +46,13 @@ from attnlab.diagnosis.reruns import (
     find_dependence,
     find_slot_kinds,
     further_cases,
+    output_of_outside,
     with_contents,
     with_known_contents,
 )
 from attnlab.kernels.child_process import in_background, in_copies
 from attnlab.kernels.control import Control, rows_agree
+from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
@@ -74,9 +77,10 @@ def confirmed_weights(
 ) -> DescribedWeights | None:
     """Return the first description from which every wrong output of the further cases follows, or None.
 
-    Of a batch of decodes, only decodes must follow. ``processes``: as ``Kernel.processes``.
+    So must the output of a run with other numbers outside of all tensors. Of a batch of decodes, only decodes
+    must follow. ``processes``: as ``Kernel.processes``.
     """
-    first = descriptions[:_MOST]
+    first = list(descriptions[:_MOST])
 
     def followed(other: Case) -> tuple[bool, list[bool]] | None:
         """Return whether another output is wrong, and from which descriptions it follows; None if the case
@@ -86,7 +90,12 @@ def confirmed_weights(
             return is_wrong, [follows_from(one, lab, known, output, found) for one in first]
         return None
 
-    others = list(further_cases(case))
+    known = with_known_contents(case)
+    output = output_of_outside(rerun, known)
+    if output is not None:
+        found = examine(lab, known, output, (), Pattern())
+        first = [one for one in first if follows_from(one, lab, known, output, found)]
+    others = list(further_cases(case)) if first else []
     runs = list(zip(others, in_copies(followed, others, processes), strict=True))
     for i, description in enumerate(first):
         cases, is_right = 0, True
@@ -349,6 +358,54 @@ def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
         return True if examine(lab, nan, rerun(nan), (), Pattern()).diagnosis.is_wrong else None
     except AttnLabError:
         return None
+
+
+# Compare what is said about values with a run in which loads outside of all tensors get other numbers than 0.
+
+
+def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) -> Diagnosis:
+    """Return the diagnosis without what is not true of a run with other numbers outside of all tensors.
+
+    It runs if a row depends on them. The interpreter loads zeros there, and other factors of an address give
+    the same zeros, so a rule about addresses needs a wrong row that does not depend on them. Names, other
+    rules and confirmed weights were compared with such a run before.
+    """
+    if not diagnosis.outside_rows:
+        return diagnosis
+    known = with_known_contents(case)
+    try:
+        with other_outside():
+            output = rerun(known)
+        found = examine(lab, known, output, ())
+    except AttnLabError:
+        return diagnosis
+    rule, is_all = diagnosis.rule, len(diagnosis.outside_rows) >= diagnosis.wrong_rows
+    if rule is not None and rule.candidate.defect.family == FAMILY and is_all:
+        rule = None
+    xray, claim = diagnosis.xray, diagnosis.claim
+    described = None if xray is None else xray.description
+    if described is None or not follows_from(described, lab, known, output, found):
+        xray = None
+    if claim is not None:
+        claim = compared(claimed(found), claim)[0]
+        claim = claim if claim is not None and claim.is_rule else None
+    again = {fact.sentence for fact in found.diagnosis.pattern.facts}
+    facts = (
+        one for one in diagnosis.pattern.facts if not one.accounts_for or one.sentence in again
+    )
+    pattern = dataclasses.replace(diagnosis.pattern, facts=tuple(facts))
+    is_described = diagnosis.bad_lines or any((rule, diagnosis.leak, diagnosis.weights, claim))
+    status = diagnosis.status
+    if not is_described:
+        status = status_of(diagnosis.cause, diagnosis.explanations, pattern)
+    return dataclasses.replace(
+        diagnosis,
+        status=status,
+        pattern=pattern,
+        rule=rule,
+        xray=xray,
+        claim=claim,
+    )
 
 
 _XRAY_S = 2.5  # time for the search for a description

@@ -266,14 +266,15 @@ def _searched(
         proofs, end = find(), time.process_time() + _MOST_S
         for number, claim in _Search(proofs=proofs, end=end).claims(repairs):
             others = () if claim is None else [repairs.index(one) for one in claim.others]
-            send((number, claim and {name: getattr(claim, name) for name in _SENT}, others))
+            fields = claim and {name: getattr(claim, name) for name in _SENT}
+            send((number, fields, claim and claim.repair.edit, others))
 
     def receive(thing: Any) -> None:
         nonlocal at
-        at, fields, others = thing
+        at, fields, edit, others = thing
         if fields is not None:
-            named = tuple(repairs[i] for i in others)
-            found.append(RepairClaim(**fields, repair=repairs[at], others=named))
+            named, repair = tuple(repairs[i] for i in others), repairs[at].having(edit)
+            found.append(RepairClaim(**fields, repair=repair, others=named))
 
     ended = run_in_copy(search, receive, _MOST_S + _GRACE_S)
     return (found[-1] if found else None), (at if ended else None)
@@ -290,6 +291,7 @@ class _Search:
     proofs: Proofs
     end: float
     loose: set[Any] = dataclasses.field(default_factory=set)
+    longer: tuple[int, RepairClaim] | None = None
     more: dict[Any, "Proof"] = dataclasses.field(default_factory=dict)
 
     def _is_over(self) -> bool:
@@ -297,27 +299,29 @@ class _Search:
 
     def claims(self, repairs: Sequence[Repair]) -> Iterator[tuple[int, RepairClaim | None]]:
         """Yield the index of each edit before it is tried, then that of the best claim so far with it."""
-        others, claim = list[Repair](), None
+        others, claim, of_claim = list[Repair](), None, 0
         for number, repair in enumerate(repairs):
             if self._is_over():
                 break
             yield number, None
             if claim is not None and not self._can_add(claim, others, repair):
                 continue
-            found = self._shown(repair)
+            found = self._shown(number, repair)
             if self._is_over():
                 break  # perhaps before all that could refute it
             if found is None:
                 continue
             if claim is None or _is_better(found, claim):
-                claim, others = found, []
+                claim, others, of_claim = found, [], number
                 is_best = found.is_stated and not found.untouched
                 left_s = _MOST_OTHERS_S if is_best else _MOST_STATED_S
                 self.end = min(self.end, time.process_time() + left_s)
             elif found.is_stated and found.only_finite == claim.only_finite:
                 others += [] if _is_better(claim, found) else [repair]
             named = tuple(others) if claim.is_stated else ()
-            yield repairs.index(claim.repair), dataclasses.replace(claim, others=named)
+            yield of_claim, dataclasses.replace(claim, others=named)
+        if claim is None and self.longer is not None:
+            yield self.longer
 
     def _can_add(self, claim: RepairClaim, others: Sequence[Repair], repair: Repair) -> bool:
         """Answer whether an edit may give a better claim, or one of a line that the claim and others lack.
@@ -333,12 +337,14 @@ class _Search:
         lines = {one.line for one in (claim.repair, *others)}
         return not claim.is_stated or repair.line not in lines
 
-    def _shown(self, repair: Repair) -> RepairClaim | None:
+    def _shown(self, number: int, repair: Repair) -> RepairClaim | None:
         """Return the claim of an edit, or None if another edit shows that the cases do not show this one.
 
         If what is added only has to be large enough, it may hide a fault elsewhere: a longer loop hides a
-        wrong end, whatever made it wrong. So may a branch that runs where it should not, which an edit shows
-        that leaves out the assignment in the branch.
+        wrong end, whatever made it wrong, and is the claim if there is no other. So may a branch that runs
+        where it should not, which an edit shows that leaves out the assignment in the branch. If one
+        alternative of a choice can be left out, that is the claim: an edit of the test may be right for this
+        reason alone, and the fault in that alternative.
         """
         edit, place = repair.edit, (repair.line, repair.edit.before)
         wider, plain = edit.widened(repair.text), edit.assigned(repair.text)
@@ -351,9 +357,16 @@ class _Search:
             return None
         if wider is not None and self._claim(repair.having(wider)):
             self.loose.add(place)
+            longer = map(self._claim, repair.longer_loops() if self.longer is None else ())
+            if (claim := next(filter(None, longer), None)) is not None:
+                self.longer = number, dataclasses.replace(claim, is_stated=True)
             return None
         if plain is not None and self._claim(repair.having(plain)):
             return None
+        for switch in repair.switches():
+            left_out = self._claim(switch)
+            if left_out is not None and left_out.untouched <= found.untouched:
+                return left_out
         if found.is_stated and any(map(self._claim, _neighbours(repair))):
             return dataclasses.replace(found, is_stated=False)
         return found

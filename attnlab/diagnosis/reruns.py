@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.control import rows_agree, rows_equal
+from attnlab.kernels.triton.run_log import other_outside
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
 from attnlab.weights.conclude import other_case, with_more_heads
@@ -42,6 +43,8 @@ _FURTHER = (  # 64 keys, and 128 of a context, fill the tiles of a kernel
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+# Several sequences without context at the end, which a merge copies: tokens of one alone count like rows.
+_LAST_WITHOUT_CONTEXT = ((3, 21), (1, 9), (4, 0), (2, 0), (3, 0))
 # Of a drawn batch: the least and most context of its decode, and of its prefills new tokens and context.
 _DRAWN = (((200, 520), ((2, 40), (1, 140))), ((1, 60), ((90, 210), (1, 60))))
 _NEARBY = 12  # cases with lengths like those of a Case
@@ -86,7 +89,9 @@ def further_cases(case: Case) -> Iterator[Case]:
         yield case.replace(distribution="normal")
     yield from second_cases(case)
     only_decodes = max(case.lengths.query_lens, default=0) == 1
-    for seed, pairs in enumerate((*_FURTHER, *_drawn_lengths(case.seed)), 13):
+    batches = [*_FURTHER, *_drawn_lengths(case.seed)]
+    batches += [_LAST_WITHOUT_CONTEXT] if case.spec.merges else []
+    for seed, pairs in enumerate(batches, 13):
         chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
         other = _longer_case(case, chosen, seed)
         if other is not None:
@@ -337,6 +342,20 @@ def find_dependence(
         on_slots=_rows_that_ran(on_finite | on_nan, case),
         on_finite_slots=_rows_that_ran(on_finite, case),
     )
+
+
+def output_of_outside(rerun: Rerun, case: Case) -> torch.Tensor | None:
+    """Return the output of a Case with other numbers than 0 outside of all tensors.
+
+    None if it is the same, or if the kernel raises.
+    """
+    try:
+        plain = rerun(case)
+        with other_outside():
+            output = rerun(case)
+    except AttnLabError:
+        return None
+    return None if bool(rows_agree(output, plain).all()) else output
 
 
 def find_unwritten(rerun: Rerun, case: Case, output: torch.Tensor) -> torch.Tensor:

@@ -417,7 +417,22 @@ class Repair:
 
     def having(self, edit: Edit) -> "Repair":
         """Return the repair with another edit."""
-        return replace(self, edit=edit)
+        return self if edit == self.edit else replace(self, edit=edit)
+
+    @property
+    def change(self) -> str:
+        """Return the edit in words."""
+        first, last = (self.kernel.line(number)[1] for number in self.edit.lines)
+        lines = f"line {first}" if first == last else f"lines {first}–{last}"
+        return self.edit.words.format(lines=lines) or self.edit.text
+
+    def switches(self) -> list["Repair"]:
+        """Return the edits that leave out one alternative of the choice that this one changes."""
+        return [self.having(one) for one in self.edit.switches(self.text)] if self.text else []
+
+    def longer_loops(self) -> list["Repair"]:
+        """Return the edits with which a loop has twice as many iterations, if this one may change its end."""
+        return [self.having(one) for one in self.edit.longer_loops(self.text)]
 
     @property
     def is_in_test(self) -> bool:

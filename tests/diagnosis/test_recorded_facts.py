@@ -1,5 +1,6 @@
 """What the programs of a launch store: conflicts between programs, and elements that none of them writes."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from helpers.cases import hostile
 from helpers.triton_example import SMALL, TRITON
 
 from attnlab.case.case import Case
-from attnlab.diagnosis import confirmation
+from attnlab.diagnosis import confirmation, reruns
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, recorded_facts
@@ -22,9 +23,9 @@ from attnlab.diagnosis.diagnose import (
     claim_of_facts,
     diagnose,
     with_outside_reads,
-    without_unfounded_rule,
 )
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.refinement import true_of_outside
 from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
 from attnlab.lab.lab import Lab
 
@@ -179,6 +180,7 @@ LOAD = "v = tl.load(value + at, mask=both"
 LINE_OUTSIDE = 1 + TRITON[: TRITON.index(LOAD)].count("\n")
 BEFORE = (LOAD, "v = tl.load(value - at, mask=both")  # every slot but one is before the tensor
 FAR = (LOAD, "v = tl.load(value + tl.where(both, at, at - 100000), mask=d[None, :] < DIM")
+KEYS_BEFORE = ("k = tl.load(key + at", "k = tl.load(key - 1 - at")
 DOUBLED = ("mixed / total", "mixed / total * 2.0")
 
 
@@ -242,8 +244,36 @@ def test_a_rule_about_addresses_needs_a_row_without_loads_from_outside(family, o
         wrong_rows=2,
         outside_rows=tuple(range(outside)),
     )
-    left = without_unfounded_rule(found)
+    lab, case = Lab(device="cpu"), SMALL.replace(backend="model")
+    left = true_of_outside(lab, case, found, lambda one: lab.output(one))
     assert (left.rule is rule, left.status == "described") == (stays, stays)
+
+
+@pytest.mark.usefixtures("one_further_case")
+def test_keys_outside_are_the_finding_although_zeros_there_give_equal_scores(tmp_path):
+    """Any one number there gives equal scores, too: all keys are alike."""
+    found = diagnosed(planted(tmp_path, KEYS_BEFORE))
+    assert found.outside_rows == (0, 1)
+    assert (found.status, found.cause, found.xray) == ("described", None, None)
+    assert [line.partition(":")[0] for line in found.bad_lines] == ["kernel.py"]
+
+
+@pytest.mark.usefixtures("one_further_case")
+def test_a_name_and_an_xray_must_hold_with_other_numbers_outside(tmp_path, monkeypatch):
+    """No further case confirms the line: without another run, zeros outside give a name and an X-ray."""
+    monkeypatch.setattr(diagnosing, "with_bad_lines", lambda lab, case, diagnosis, run: diagnosis)
+    case = planted(tmp_path, KEYS_BEFORE)
+    found = diagnosed(case)
+    assert found.outside_rows == (0, 1)
+    assert (found.status, found.explanations, found.xray) == ("unexplained", [], None)
+    (text,) = found.withdrawn
+    assert text.startswith("scores_ignored does not explain a run with other numbers outside")
+    for module in (confirmation, reruns):
+        monkeypatch.setattr(module, "other_outside", contextlib.nullcontext)
+    monkeypatch.setattr(diagnosing, "outside_rows", lambda case, ran, run: ())
+    found = diagnosed(case)
+    assert [one.name for one in found.explanations] == ["scores_ignored"]
+    assert found.xray is not None
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ COPY = (
 
 
 NEVER = candidate("rows_never_written")
+TWICE = "twice as many iterations of this loop"
 LINE = 1 + TRITON[: TRITON.index("first // BLOCK).to")].count("\n")  # of the fault of `case`
 
 
@@ -444,11 +445,24 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path,
     assert find_claim(lab, case, [switch]) is None
 
 
-def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch, lab):
+def test_a_test_that_is_right_gives_the_branch_with_the_fault(tmp_path, monkeypatch, lab):
+    """The branch is wrong with 16 elements and harmless with more: the opposite test is right everywhere."""
+    store = "    place = out + row * out_row"
+    branch = "    if DIM <= 16:\n        mixed = tl.minimum(mixed, (DIM - 16) * 1000.0)\n"
+    case, line = planted(tmp_path, store, branch + store)
+    confirm_in(
+        monkeypatch, list(islice(further_cases(case), 3)), varied=[case.replace(head_size=32)]
+    )
+    claim = find_claim(lab, case, [edit_of(lab, case, "DIM <= 16", "DIM > 16")])
+    assert (claim.line, claim.is_stated) == (line, True)
+    assert f"with the branch in line {line + 1} never taken the output is right" in claim.text
+
+
+def test_an_edit_that_makes_a_loop_longer_is_a_claim_about_the_loop(tmp_path, monkeypatch, lab):
     """The end of the loop is wrong in another line. Masks hide what a longer loop adds."""
     loop = "    for first in range(0, end + 1, BLOCK):\n"
     short = "    last = end // BLOCK * BLOCK\n" + loop.replace("end + 1", "last")
-    case, _ = planted(tmp_path, loop, short)
+    case, line = planted(tmp_path, loop, short)
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
     confirm_in(monkeypatch, [other])
     at_its_line = edit_of(lab, case, "end // BLOCK * BLOCK", "(end + 1)")
@@ -456,8 +470,30 @@ def test_an_edit_that_makes_a_loop_longer_is_no_claim(tmp_path, monkeypatch, lab
     bounds = edit_of(lab, case, "last, BLOCK", "")
     fields = {"end": bounds.edit.start + len("last"), "before": "last"}
     for after in ("(2 * last)", "(last + BLOCK)", "(end + 1)"):
-        edit = dataclasses.replace(bounds.edit, after=after, **fields)
-        assert find_claim(lab, case, [dataclasses.replace(bounds, edit=edit)]) is None, after
+        repair = bounds.having(dataclasses.replace(bounds.edit, after=after, **fields))
+        claim = find_claim(lab, case, [repair])
+        assert (claim.line, claim.repair.change) == (line + 1, TWICE), after
+        assert find_claim(lab, case, [repair, at_its_line]).repair is at_its_line
+
+
+def test_a_number_from_which_the_end_of_a_loop_is_computed_is_a_claim_about_the_loop(
+    tmp_path, monkeypatch, lab
+):
+    """The end is wrong in the line after that of the number, which may be any larger one."""
+    loop = "    for first in range(0, end + 1, BLOCK):\n"
+    short = (
+        "    is_any = tl.where(end >= 0, 1, 0)\n    last = is_any * ((end + BLOCK) // BLOCK * 8)\n"
+        + loop.replace("end + 1", "last")
+    )
+    case, line = planted(tmp_path, loop, short)
+    confirm_in(monkeypatch, [case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)])
+    number = edit_of(lab, case, "1, 0)\n    last", "2, 0)\n    last")
+    fields = {"end": number.edit.start + 1, "before": "1", "after": "(2)"}
+    number = number.having(dataclasses.replace(number.edit, **fields))
+    claim = find_claim(lab, case, [number])
+    assert (claim.line, claim.is_stated, claim.repair.change) == (line + 2, True, TWICE)
+    at_its_line = edit_of(lab, case, "BLOCK * 8", "BLOCK * BLOCK")
+    assert find_claim(lab, case, [number, at_its_line]).repair is at_its_line
 
 
 @pytest.mark.parametrize(("test", "is_claim"), [("WINDOW >= 0", False), ("True", True)])

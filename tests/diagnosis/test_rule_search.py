@@ -19,6 +19,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.output_rules import (
     DECODES,
     MERGE_LAWS,
+    NO_CONTEXT,
     highest_of_parts,
     output_defects,
     rows_of,
@@ -323,6 +324,23 @@ def test_a_weight_that_is_added_in_place_of_a_weighted_output():
     diagnosis = diagnose(case, lab=FaultyLab(kernel=adds_weights))
     assert "the weight of the suffix is added" in diagnosis.rule.text
     assert diagnosis.rule.cases > 2
+
+
+def copies_from_the_first(case: Case, call: KernelCall) -> None:
+    """Copy the last rows, those without context, from rows that are counted from the first of them."""
+    rows = rows_of(make_problem(case), NO_CONTEXT).nonzero().flatten()
+    suffix = partials(call, Target.of(case)).suffix_output
+    call.output[rows] = suffix[rows - rows[:1]].to(call.output.dtype)
+
+
+def test_the_token_of_a_sequence_is_not_taken_for_the_row_after_the_last_context():
+    """In the last sequence alone, both are the same."""
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(1, 3, 3), ctx_lens=(20, 37, 0)
+    )
+    lab = FaultyLab(spoil=copies_from_the_first)
+    assert lab.run(case).status == "mismatch"
+    assert find_rule(lab, case, lab.output) is None
 
 
 def test_a_fault_that_no_rule_predicts_gets_none():

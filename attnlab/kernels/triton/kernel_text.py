@@ -232,11 +232,15 @@ def roles(text: str) -> dict[str, Distances]:
 
 
 def slice_of(text: str, line: int) -> Distances:
-    """Return the lines that feed the statement at a line, with their distances; 0 is the statement."""
+    """Return the lines that feed the statement at a line, with their distances; 0 is the statement.
+
+    What feeds a loop is what feeds its range.
+    """
     function = ast.parse(text).body[0]
     found = [_assignment(node) for node in ast.walk(function) if _has_value(node)]
-    own = [one for one in found if one.line == line]
-    used = frozenset[str]().union(*(one.used for one in own))
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.For)]
+    used = _names([loop.iter for loop in loops if loop.lineno == line])
+    used = used.union(*(one.used for one in found if one.line == line))
     lines = {line: 0} | {at: d for at, d in _feeding(found, used).items() if at != line}
     branches = [node for node in ast.walk(function) if isinstance(node, ast.If)]
     return _with_branches(lines, branches, found)

@@ -640,6 +640,7 @@ def _watch(interpreter: Any, scope: Any) -> None:
         element = pointers.get_element_ty()
         is_short = is_bfloat16(element)
         dtype = np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(element)
+        given = pointers.data
         pointers, mask = placed("reads", pointers, asked, dtype.itemsize)
         if (trace := _LAUNCHES[-1].memory.trace) is not None:
             trace.loaded(pointers.data, mask.data)
@@ -651,7 +652,7 @@ def _watch(interpreter: Any, scope: Any) -> None:
         else:
             found = load(self, pointers, mask, _as_element(handle, other, dtype), *rest, **named)
         if mask is not asked:
-            found.data = values_outside(found.data, asked.data, mask.data)
+            found.data = values_outside(found.data, asked.data, mask.data, given, dtype.itemsize)
         return found
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:

@@ -385,14 +385,19 @@ class Trace:
 
 _FIRST = 1 << 48  # above every address of a process
 _APART = 1 << 44  # an int32 offset times a stride is far smaller
-_OUTSIDE: ContextVar[float] = ContextVar("outside", default=0)
+_OUTSIDE: ContextVar[float | None] = ContextVar("outside", default=0)
+_LEAST_OUTSIDE = 56  # as a byte in float8_e4m3fn, 1.0; the numbers 56 to 63 are 1.0 to 1.875
+# The number at an address has the upper bits of this product. It is the same for all tensors, since 32 bits
+# of an address in elements do not say which of them is near.
+_SPREAD, _SPREAD_BITS, _NUMBER_BITS = 2654435761, 32, 3
 
 
 @contextmanager
-def other_outside(number: float = 56) -> Iterator[None]:
+def other_outside(number: float | None = None) -> Iterator[None]:
     """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
 
-    As a byte in float8_e4m3fn, the default is 1.0.
+    By default, numbers from 56 to 63 that depend on the address: keys that are all one number have equal
+    scores, as keys of 0 have.
     A result that changes depends on memory that belongs to no tensor of the launch. Of NaN, integers get 1.
     """
     token = _OUTSIDE.set(number)
@@ -402,8 +407,8 @@ def other_outside(number: float = 56) -> Iterator[None]:
         _OUTSIDE.reset(token)
 
 
-def outside_number() -> float:
-    """Return the number of :func:`other_outside` here."""
+def outside_number() -> float | None:
+    """Return the number of :func:`other_outside` here, None if it depends on the address."""
     return _OUTSIDE.get()
 
 
@@ -499,24 +504,41 @@ class Memory:
         return f"{away} bytes after the end of {self._names[i]}"
 
 
-def number_outside(dtype: torch.dtype) -> float:
-    """Return what a load of a dtype gets outside of all tensors; of one byte, its bits as a number."""
-    number = _OUTSIDE.get()
-    if dtype == torch.bfloat16 and not math.isnan(number):
-        return torch.tensor(int(number), dtype=torch.int16).view(dtype).item()
-    return number if dtype.is_floating_point or not math.isnan(number) else 1
+def numbers_outside(at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what loads of a dtype get outside of all tensors; of one byte, its bits as a number.
 
-
-def values_outside(values: Any, asked: Any, inside: Any) -> Any:
-    """Return loaded values with those outside of all tensors replaced, if :func:`other_outside` asks for it.
-
-    ``asked``: the mask of the load; ``inside``: without addresses that are in no tensor.
+    ``at``: int64, the elements counted from the start of a tensor's memory.
     """
     number = _OUTSIDE.get()
-    if not number:
+    if number is None:
+        found: torch.Tensor = _numbers(at)
+        return found.to(torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
+    fill = number if dtype.is_floating_point or not math.isnan(number) else 1
+    return torch.full_like(at, fill, dtype=dtype)
+
+
+def _numbers(elements: Any) -> Any:
+    """Return the numbers at addresses in elements, whichever tensor is near: integers, of the same type."""
+    low = (elements * _SPREAD) & ((1 << _SPREAD_BITS) - 1)
+    return (low >> (_SPREAD_BITS - _NUMBER_BITS)) + _LEAST_OUTSIDE
+
+
+def values_outside(values: Any, asked: Any, inside: Any, addresses: Any, size: int) -> Any:
+    """Return loaded values with those outside of all tensors replaced, if :func:`other_outside` asks for it.
+
+    ``asked``: the mask of the load; ``inside``: without addresses that are in no tensor. ``addresses``:
+    uint64, those of the kernel; ``size``: of an element, in bytes.
+    """
+    number = _OUTSIDE.get()
+    if number == 0:
         return values
-    fill = number if values.dtype.kind == "f" or not math.isnan(number) else 1
-    return np.where(asked & ~inside, values.dtype.type(fill), values)
+    if number is None:
+        with np.errstate(over="ignore"):
+            fill = _numbers(addresses // np.uint64(size)).astype(values.dtype)
+    else:
+        is_number = values.dtype.kind == "f" or not math.isnan(number)
+        fill = values.dtype.type(number if is_number else 1)
+    return np.where(asked & ~inside, fill, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

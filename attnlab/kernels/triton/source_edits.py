@@ -11,7 +11,13 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import Any
 
-from attnlab.kernels.triton.kernel_text import Change, function_of, row_starts, statements
+from attnlab.kernels.triton.kernel_text import (
+    Change,
+    function_of,
+    row_starts,
+    slice_of,
+    statements,
+)
 
 # Parts of a kernel that an expression of it may lack: names, factors, terms, conditions and positions.
 
@@ -351,6 +357,8 @@ _FUNCTIONS = {
 _MAXIMA = ("tl.max", "tl.maximum", "tl.min", "tl.minimum")
 _UNWRAPPED = ("tl.min", "tl.max", "tl.minimum", "tl.maximum", "min", "max", "tl.abs", "tl.floor")
 _COST_OF_PLACES = 2  # of an edit of cost 1 in several places
+_NEVER = "the branch in {lines} never taken"
+_LONGER = "twice as many iterations of this loop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +370,8 @@ class Edit:
       added part.
     - ``revives``: it uses a name that the kernel has and does not use; ``is_kin``: the statement has a name
       that shares a word with it. ``more``: further places that become ``after``, too.
+    - ``words``: what the edit does, if its text does not say it, with "{lines}" for ``lines`` of the text,
+      the first and the last one.
     """
 
     line: int
@@ -374,6 +384,8 @@ class Edit:
     revives: bool = False
     is_kin: bool = False
     more: tuple[tuple[int, int], ...] = ()
+    words: str = ""
+    lines: tuple[int, int] = (0, 0)
 
     def apply(self, text: str) -> str:
         """Return the changed text."""
@@ -426,7 +438,8 @@ class Edit:
         """Return the edit that goes further in the same direction, if there is one.
 
         It adds the double of what the edit adds or multiplies by. In place of a name alone at which a loop
-        begins or ends, it begins the loop at 0, or ends it at the double of the new end.
+        begins or ends, it begins the loop at 0, or ends it at the double of the new end. In place of a number
+        from which the end of a loop is computed, it has the double of a larger one.
         """
         before, after = (_plain(part) for part in (self.before, self.after))
         match expression_of(after):
@@ -435,6 +448,10 @@ class Edit:
             ):
                 more = ast.BinOp(left, op, ast.BinOp(ast.Constant(2), ast.Mult(), right))
                 return replace(self, after=f"({ast.unparse(more)})")
+            case ast.Constant(int(number)) if next(self.longer_loops(text), None) is not None:
+                given = expression_of(before)
+                is_larger = isinstance(given, ast.Constant) and given.value in range(number)
+                return replace(self, after=f"({2 * number})") if is_larger else None
         if not before.isidentifier():
             return None
         loops = (one.iter for one in ast.walk(ast.parse(text)) if isinstance(one, ast.For))
@@ -444,6 +461,20 @@ class Edit:
             if self._is_in(text, bounds[:-1]):
                 return replace(self, after="(0)")
         return None
+
+    def longer_loops(self, text: str) -> Iterator["Edit"]:
+        """Yield the edits with which a loop has twice as many iterations, if this one may change its end.
+
+        The nearest loop by data flow comes first.
+        """
+        loops = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.For)]
+        fed = [(slice_of(text, one.lineno).get(self.statement), one) for one in loops]
+        for _, loop in sorted((d, n) for n, (d, _) in enumerate(fed) if d is not None):
+            node = fed[loop][1]
+            if isinstance(node.iter, ast.Call) and node.iter.args:
+                end = node.iter.args[:2][-1]
+                longer = self._in_place_of(text, end, f"(2 * ({ast.unparse(end)}))")
+                yield replace(longer, line=node.lineno, words=_LONGER)
 
     def assigned(self, text: str) -> "Edit | None":
         """Return the edit that leaves out the assignment that this one changes, if that is in a branch."""
@@ -455,6 +486,38 @@ class Edit:
                     before, after = text.encode()[start:end].decode(), node.targets[0].id
                     return replace(self, start=start, end=end, before=before, after=after, more=())
         return None
+
+    def switches(self, text: str) -> Iterator["Edit"]:
+        """Yield the edits that leave out one alternative of a choice, if this one changes what it depends on.
+
+        That is a branch of an if statement, which then never runs, or an operand of a conditional expression
+        or a selection (``tl.where``), in place of which the other one is taken always.
+        """
+        choices = ((node, _choice(node)) for node in ast.walk(ast.parse(text)))
+        around = [(node, found) for node, found in choices if self._is_in(text, found[:1])]
+        if not around:
+            return
+        node, (test, *operands) = min(around, key=lambda one: len(ast.unparse(one[0])))
+        if isinstance(node, ast.If):
+            for after, branch in (("(False)", node.body), ("(True)", node.orelse)):
+                if branch:
+                    lines = branch[0].lineno, branch[-1].end_lineno or branch[-1].lineno
+                    yield replace(self._in_place_of(text, test, after), words=_NEVER, lines=lines)
+        elif isinstance(node, ast.expr):
+            yield from (self._in_place_of(text, node, f"({ast.unparse(one)})") for one in operands)
+
+    def _in_place_of(self, text: str, node: ast.expr, after: str) -> "Edit":
+        """Return an edit of the same cost in place of a node around this one."""
+        start, end = span_of(node, row_starts(text))
+        return Edit(
+            line=node.lineno,
+            statement=self.statement,
+            start=start,
+            end=end,
+            before=text.encode()[start:end].decode(),
+            after=after,
+            cost=self.cost,
+        )
 
     def _is_in(self, text: str, expressions: Sequence[ast.expr]) -> bool:
         """Answer whether the edit is inside one of some expressions of a text."""
@@ -523,6 +586,18 @@ def _edits(text: str, lines: frozenset[int], cost: int, whole: str) -> list[Edit
         return list(found.values())
     repeated = _edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []
     return [*found.values(), *_in_all_places(repeated)]
+
+
+def _choice(node: ast.AST) -> list[ast.expr]:
+    """Return the test of an if statement, or that of an expression and its two operands; [] of others."""
+    match node:
+        case ast.If(test):
+            return [test]
+        case ast.IfExp(test, body, orelse):
+            return [test, body, orelse]
+        case ast.Call(func, [test, body, orelse]) if ast.unparse(func) == "tl.where":
+            return [test, body, orelse]
+    return []
 
 
 def _edits_is_condition(node: ast.expr) -> bool:

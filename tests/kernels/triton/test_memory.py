@@ -12,7 +12,7 @@ import torch
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.triton import interpreter, patches, run_log
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.run_log import Memory, RunLog, other_outside
+from attnlab.kernels.triton.run_log import Memory, RunLog, numbers_outside, other_outside
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:
@@ -334,6 +334,20 @@ def test_one_tensor_is_never_read_in_place_of_another(triton, first):
         assert stray.place == "0 bytes after the end of source"
         found.append(target.tolist())
     assert found == [[5.0, 6.0, 7.0, 8.0, *[number] * 4] for number in (0, 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_numbers_outside_depend_on_the_address_alone(triton, dtype):
+    """Numbers_outside states those that a kernel loads, in elements from the start of the tensor's memory."""
+    source, target = torch.ones(8, dtype=dtype), torch.zeros(64, dtype=dtype)
+    with launching(LaunchPlan()), other_outside():
+        kernels(triton)["copy"][(1,)](source, target, 64, SIZE=64)
+        expected = numbers_outside(torch.arange(8, 64), dtype)
+    assert torch.equal(target[8:], expected)
+    assert set(expected.tolist()) == set(range(56, 64))
+    assert not torch.equal(expected[:16], expected[16:32])
+    with other_outside(7):
+        assert set(numbers_outside(torch.arange(-9, 0), dtype).tolist()) == {7}
 
 
 def test_addresses_depend_on_the_order_of_the_tensors_alone():

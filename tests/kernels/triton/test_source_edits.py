@@ -11,7 +11,7 @@ from attnlab.kernels.triton.kernel_text import (
     statement_lines,
     without_unused,
 )
-from attnlab.kernels.triton.source_edits import edits
+from attnlab.kernels.triton.source_edits import Edit, edits
 
 CAUSAL = "tl.where(rows[:, None] >= keys[None, :], q, float('-inf'))"
 # What a kernel has, what it should have, and the cost of the edit.
@@ -48,6 +48,45 @@ def test_the_inverse_of_a_fault_is_among_the_edits(faulty, right, cost):
     text = kernel(faulty)
     found = edits(text, set(statement_lines(text).values()), cost, text)
     assert plain(kernel(right)) in [plain(edit.apply(text)) for edit in found]
+
+
+CHOICES = """def kernel(a, b):
+    if a < b:
+        p = 1
+    elif a > 2 * b:
+        p = 2
+        p = 3
+    else:
+        p = tl.where(a == b, p, q + 1)
+    r = p if a <= b else q
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "changed"),
+    [
+        ("a < b", [("a < b", "(False)", (3, 3)), ("a < b", "(True)", (4, 8))]),
+        ("2 * b", [("a > 2 * b", "(False)", (5, 6)), ("a > 2 * b", "(True)", (8, 8))]),
+        (
+            "a == b",
+            [
+                ("tl.where(a == b, p, q + 1)", "(p)", (0, 0)),
+                ("tl.where(a == b, p, q + 1)", "(q + 1)", (0, 0)),
+            ],
+        ),
+        ("a <= b", [("p if a <= b else q", "(p)", (0, 0)), ("p if a <= b else q", "(q)", (0, 0))]),
+        ("q + 1", []),
+    ],
+)
+def test_a_choice_can_be_switched_off(before, changed):
+    """The edits of what a choice depends on, not those of its alternatives."""
+    start = CHOICES.encode().index(before.encode())
+    end = start + len(before)
+    edit = Edit(line=1, statement=1, start=start, end=end, before=before, after="b", cost=1)
+    found = list(edit.switches(CHOICES))
+    assert [(one.before, one.after, one.lines) for one in found] == changed
+    for one in found:
+        ast.parse(one.apply(CHOICES))
 
 
 def test_names_that_share_most_parts_come_first():
@@ -106,6 +145,11 @@ def test_lines_have_their_distance_to_a_load():
 def test_a_branch_that_decides_about_a_score_has_its_role():
     assert roles(TEXT)["score"][7] == 1
     assert 7 not in roles(TEXT)["address"]
+
+
+def test_the_range_of_a_loop_has_what_feeds_it():
+    text = "def kernel(n):\n    a = n\n    b = n\n    for i in range(0, a * 2):\n        c = a\n"
+    assert slice_of(text, 4) == {4: 0, 2: 1}
 
 
 def test_a_value_that_is_replaced_unused_is_found():

@@ -190,8 +190,8 @@ class Tensors:
             if number + self._apart.get(own, 0) != np.count_nonzero(self._storages[own].stored):
                 raise Refused("several programs store the same element")
 
-    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        """Return loaded elements of a NumPy dtype, (P or 1, …).
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any, is_short: bool = False) -> Any:
+        """Return loaded elements of a NumPy dtype, (P or 1, …); ``is_short``: as float32, of bfloat16 bits.
 
         ``pointers``: a handle. ``mask``: bool, or None; ``other``: what masked elements get, or None for 0.
         Both have as many axes as the pointers.
@@ -204,21 +204,24 @@ class Tensors:
             active = batch.active.reshape(-1, *(1,) * (len(shape) - 1))
             mask = active if mask is None else mask & active
         if mask is not None and not mask.any():
-            return _filled(shape, other, dtype)
-        data, asked = None, mask
+            data = _filled(shape, other, dtype)
+            return decoded(data) if is_short else data
+        data, asked, given = None, mask, None
         if hasattr(pointers, "parts"):
             data = self._rows(pointers, mask, dtype)
         if data is None:
-            addresses = np.broadcast_to(pointers.data, shape)
-            addresses, mask = self._inside("reads", addresses, mask, dtype.itemsize)
+            given = np.broadcast_to(pointers.data, shape)
+            addresses, mask = self._inside("reads", given, mask, dtype.itemsize)
             data = self._elements(addresses, mask, dtype)
         if mask is not None:
             if data.shape != shape:
                 data = np.broadcast_to(data, shape).copy()
             fill = dtype.type(0) if other is None else other
             np.copyto(data, fill, where=~mask, casting="unsafe")
-            if mask is not asked:
-                data = values_outside(data, True if asked is None else asked, mask)
+        data = decoded(data) if is_short else data
+        if mask is not asked:
+            asked = True if asked is None else asked
+            data = values_outside(data, asked, mask, given, dtype.itemsize)
         return data
 
     def _inside(self, verb: str, addresses: Any, mask: Any, size: int) -> tuple[Any, Any]:
@@ -472,8 +475,7 @@ def patch_memory(interpreter: Any, scope: Any) -> None:
             fill = encoded(fill)
         if fill is not None and fill.dtype != dtype:
             raise Refused("a load whose other value has another type")
-        found = running().tensors.load(pointers, allowed, fill, dtype)
-        return handle(decoded(found) if is_short else found, kind)
+        return handle(running().tensors.load(pointers, allowed, fill, dtype, is_short), kind)
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         _, dtype, is_short = element(pointers)

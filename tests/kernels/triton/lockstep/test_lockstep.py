@@ -18,7 +18,7 @@ from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Range, Refu
 from attnlab.kernels.triton.lockstep.launch import using_lockstep
 from attnlab.kernels.triton.lockstep.operations import converted
 from attnlab.kernels.triton.probe import Probe, joined, probing, stores_of
-from attnlab.kernels.triton.run_log import Watched
+from attnlab.kernels.triton.run_log import Watched, numbers_outside, other_outside
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"
@@ -174,6 +174,21 @@ def test_rows_of_a_table(kernels):
     (stray,) = log.outside.values()
     assert stray.place == "0 bytes after the end of source"
     assert not log.alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [None, 7.0, float("nan")], ids=["by address", "7", "nan"])
+def test_numbers_outside(kernels, number, dtype):
+    """A batch loads the same numbers outside of all tensors as one program, in bfloat16, too."""
+    source, out = torch.ones(2, 16, dtype=dtype), torch.zeros(3, 16)
+    where = torch.arange(3 * 16, dtype=torch.int32).view(3, 16) % 4
+    with other_outside(number):
+        log = run_both(kernels.gather, (3,), source, where, out, 48, SIZE=16)
+        expected = numbers_outside(torch.arange(32, 64), torch.float32).view(2, 16)
+    assert not log.alone
+    assert out[:, :2].eq(16).all()
+    sums = expected.sum(1).to(dtype).float()
+    torch.testing.assert_close(out[0, 2:4], sums, rtol=0, atol=0, equal_nan=True)
 
 
 def test_overflows_are_noted_in_order(kernels):
