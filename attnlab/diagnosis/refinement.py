@@ -80,7 +80,7 @@ def confirmed_weights(
     So must the output of a run with other numbers outside of all tensors. Of a batch of decodes, only decodes
     must follow. ``processes``: as ``Kernel.processes``.
     """
-    first = list(descriptions[:_MOST])
+    first = _weights_true_of_outside(lab, case, descriptions[:_MOST], rerun)
 
     def followed(other: Case) -> tuple[bool, list[bool]] | None:
         """Return whether another output is wrong, and from which descriptions it follows; None if the case
@@ -90,11 +90,6 @@ def confirmed_weights(
             return is_wrong, [follows_from(one, lab, known, output, found) for one in first]
         return None
 
-    known = with_known_contents(case)
-    output = output_of_outside(rerun, known)
-    if output is not None:
-        found = examine(lab, known, output, (), Pattern())
-        first = [one for one in first if follows_from(one, lab, known, output, found)]
     others = list(further_cases(case)) if first else []
     runs = list(zip(others, in_copies(followed, others, processes), strict=True))
     for i, description in enumerate(first):
@@ -121,6 +116,18 @@ def confirmed_weights(
                 right_decodes=right_decodes,
             )
     return None
+
+
+def _weights_true_of_outside(
+    lab: Lab, case: Case, descriptions: Sequence[Description], rerun: Rerun
+) -> Sequence[Description]:
+    """Return the descriptions from which a run with other numbers outside of all tensors follows, too."""
+    known = with_known_contents(case)
+    output = output_of_outside(rerun, known)
+    if output is None:
+        return descriptions
+    found = examine(lab, known, output, (), Pattern())
+    return [one for one in descriptions if follows_from(one, lab, known, output, found)]
 
 
 def follows_from(
