@@ -169,11 +169,13 @@ def judged_lines(
         judges[f"X-ray of the kernel: {seen.sentences[0]}"] = lambda: _describes(
             lab, backend, case, described
         )
-    for fact in diagnosis.observed:
+    for fact in diagnosis.observed if diagnosis.repair is not None else ():
         one = AccessClaim(some=(fact,), cases=1)
         judges[f"in this call, {fact}"] = lambda one=one: _accessed(lab, case, one)  # type: ignore[misc]
     places = {*diagnosis.place_sentences(), *diagnosis.pattern.sentences()}
     places |= {one.text for one in diagnosis.side_errors}
+    if diagnosis.status == "unexplained":  # measured in this call
+        places |= {f"in this call, {text}" for text in diagnosis.observed}
     found = []
     for sentence in diagnosis.sentences()[1:]:
         if sentence in judges:

@@ -44,7 +44,7 @@ from attnlab.diagnosis.decision import (
 from attnlab.diagnosis.diagnosis import Diagnosis, Distinction, find_distinction
 from attnlab.diagnosis.lines import lines_of, locate_lines
 from attnlab.diagnosis.pattern import PLACES, Pattern
-from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
+from attnlab.diagnosis.refinement import Kernel, kernel_of, with_facts, with_reruns
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
 from attnlab.diagnosis.trials import FULL, Limit
@@ -386,6 +386,7 @@ def diagnose(
         if ran is not None:
             diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit, announce)
+        diagnosis = with_facts(diagnosis, examination.evidence.locations.wrong_rows.cpu())
     diagnosis = if_stable(diagnosis, examination.diagnosis, control)
     distinction = _distinguish(case, examination.problem, diagnosis, flags) if propose else None
     return dataclasses.replace(

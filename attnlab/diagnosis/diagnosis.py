@@ -310,6 +310,10 @@ _AS_TEXT = ("weights", "accesses", "leak", "claim", "features")  # claims that J
 _FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
 
 
+def _in_this_call(text: str) -> str:
+    return f"in this call, {text}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPlace:
     """The position of an error: sequence, new token of that sequence, output row and query head."""
@@ -355,7 +359,8 @@ class Diagnosis(Shown):
     - ``weights``: what of the X-ray's descriptions gives the outputs of further cases, or None.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
     - ``repair``: an edit of the source with which this output and those of further cases are right, or None.
-    - ``observed``: what holds of this call, as sentences, if a repair describes the fault.
+    - ``observed``: what holds of this call, as sentences, if a repair describes the fault, or if nothing
+      does: then facts that an X-ray measured. The first is the conclusion, and the status is "unexplained".
     - ``accesses``: wrong accesses that recur wherever the output of a further case is wrong, or None.
     - ``leak``: that the output is wrong by NaN in unwritten slots alone, here and in further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
@@ -481,7 +486,7 @@ class Diagnosis(Shown):
             *self._repair_sentences(),
             *self._xray_sentences(),
             *(one.text for one in self.side_errors),
-            *(f"in this call, {text}" for text in self.observed),
+            *map(_in_this_call, self.observed),
             *self._run_sentences(),
             *self.place_sentences(),
             *self._pattern_sentences(),
@@ -611,6 +616,8 @@ class Diagnosis(Shown):
         if self.status == "described":
             return self._description()
         if self.cause is None or self.cause.scope is None:
+            if self.observed:
+                return _in_this_call(self.observed[0])
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""

@@ -36,7 +36,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.pattern import Pattern, Sizes
+from attnlab.diagnosis.pattern import Pattern, Sizes, list_text
 from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
@@ -54,6 +54,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.conclude import most_runs, xray
+from attnlab.weights.facts import MOST_FACTS, weight_facts
 from attnlab.weights.fit import compare
 from attnlab.weights.plan import Description
 from attnlab.weights.setup import AttentionSetup
@@ -349,6 +350,28 @@ def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
         return True if examine(lab, nan, rerun(nan), (), Pattern()).diagnosis.is_wrong else None
     except AttnLabError:
         return None
+
+
+# What was measured in this call, where nothing describes the fault.
+
+
+def with_facts(diagnosis: Diagnosis, wrong_rows: torch.Tensor) -> Diagnosis:
+    """Return the diagnosis with facts of its X-ray, if nothing else is stated; ``wrong_rows``: of the output.
+
+    They are true of this call alone, so the status stays "unexplained".
+    """
+    found = diagnosis.xray
+    if diagnosis.status != "unexplained" or not diagnosis.wrong_rows or found is None:
+        return diagnosis
+    facts = [one.text for one in weight_facts(found)]
+    wrong = found.setup.rows[found.wrong.any(1)]
+    others = wrong_rows[~torch.isin(wrong_rows, wrong)].tolist()
+    if facts and others:
+        words = f"the weights of {list_text('row', others)} are right, and the output is wrong"
+        facts = [*facts[: MOST_FACTS - 1], words]
+    if found.drawn:
+        facts = [f"with other numbers in query and keys, {one}" for one in facts]
+    return dataclasses.replace(diagnosis, observed=tuple(facts))
 
 
 _XRAY_S = 2.5  # time for the search for a description
