@@ -39,7 +39,7 @@ from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab
-from attnlab.weights.conclude import xray
+from attnlab.weights.conclude import rounding_of, xray
 from attnlab.weights.fit import compare
 
 MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
@@ -122,6 +122,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     judges: dict[str, tuple[Any, Callable[[], bool]]] = {
         "its accesses": (diagnosis.accesses, lambda: _accessed(lab, case, diagnosis.accesses)),
         "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case, diagnosis.leak)),
+        "precision": (diagnosis.precision, lambda: _is_rounding(lab, case)),
         "its features": (diagnosis.features, lambda: _needs(lab, case, diagnosis.features)),
     }
     for kind, (said, is_right_there) in judges.items():
@@ -408,6 +409,15 @@ def _measures(lab: Lab, case: Case, weights: DescribedWeights) -> bool:
             explained = compare(seen.setup, seen.weights, predicted).explained[readable]
             shares.append(float(explained.double().mean()))
     return bool(shares) and min(shares) > 0.5
+
+
+def _is_rounding(lab: Lab, case: Case) -> bool:
+    """Return whether rounding to bfloat16 explains the weights of fresh cases, some of which are wrong."""
+    found = list[float | None]()
+    for fresh in fresh_cases(case, max(case.lengths.query_lens) == 1):
+        with suppress(AttnLabError):
+            found.append(rounding_of(fresh, lab))
+    return None not in found and any(found)
 
 
 def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool:

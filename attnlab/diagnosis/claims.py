@@ -33,6 +33,7 @@ from attnlab.kernels.triton.probe import (
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result, as_slice
+from attnlab.weights.conclude import rounding_text
 from attnlab.weights.plan import Description
 
 
@@ -128,6 +129,25 @@ class DescribedWeights(Claim):
         if self.right_decodes:
             scope = " (batches of decodes alone are right)"
         return f"{self.description.text}{scope}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionClaim(Claim):
+    """The statement that weights are off by no more than rounding to bfloat16.
+
+    ``largest``: by which part of it a weight is off at most, in all cases. ``only_decodes``: batches of
+    decodes alone were measured, of an op that computes others, too.
+    """
+
+    largest: float
+    only_decodes: bool = False
+
+    @property
+    def said(self) -> str:
+        """Return the claim in words."""
+        return rounding_text(self.largest) + (
+            " (in batches of decodes)" if self.only_decodes else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,13 @@ from attnlab.diagnosis.decision import (
 from attnlab.diagnosis.diagnosis import Diagnosis, Distinction, find_distinction
 from attnlab.diagnosis.lines import lines_of, locate_lines
 from attnlab.diagnosis.pattern import PLACES, Pattern
-from attnlab.diagnosis.refinement import Kernel, kernel_of, with_facts, with_reruns
+from attnlab.diagnosis.refinement import (
+    Kernel,
+    kernel_of,
+    with_facts,
+    with_precision,
+    with_reruns,
+)
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
 from attnlab.diagnosis.trials import FULL, Limit
@@ -464,6 +470,7 @@ def _with_runs(
     announce(_confirmed(diagnosis))
     diagnosis = with_accesses(lab, case, diagnosis, own.run, processes_of(own, case))
     diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
+    diagnosis = with_precision(lab, case, diagnosis, kernel_of(own, case))
     diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
     announce(_confirmed(diagnosis))
     return _with_location(own, case, diagnosis, limit)

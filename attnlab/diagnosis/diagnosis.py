@@ -26,6 +26,7 @@ from attnlab.diagnosis.claims import (
     KernelLocation,
     LeakClaim,
     PatternClaim,
+    PrecisionClaim,
     RepairClaim,
     SideClaim,
 )
@@ -306,7 +307,8 @@ _SLOTS = {
 
 
 _OF_XRAY = ("status", "descriptions", "confirmed", "sentences")
-_AS_TEXT = ("weights", "accesses", "leak", "claim", "features")  # claims that JSON has as text
+# claims that JSON has as text
+_AS_TEXT = ("weights", "accesses", "leak", "claim", "features", "precision")
 _FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
 
 
@@ -365,6 +367,8 @@ class Diagnosis(Shown):
     - ``leak``: that the output is wrong by NaN in unwritten slots alone, here and in further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``features``: if nothing else describes the fault, what the call must have for it, or None.
+    - ``precision``: if nothing else describes the fault, that weights are off by rounding, here and in
+      further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for. Only the line of ``repair`` is confirmed by reruns, and printed.
@@ -409,6 +413,7 @@ class Diagnosis(Shown):
     leak: LeakClaim | None = None
     claim: PatternClaim | None = None
     features: FeatureClaim | None = None
+    precision: PrecisionClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
     location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
@@ -564,8 +569,9 @@ class Diagnosis(Shown):
         """
         if self.xray is None or self.xray.status not in ("right", "precision", "described"):
             return []
-        if self.xray.status == "precision" and not self.pattern.of("precision"):
-            return []  # the output is wrong by more than precision explains
+        is_said = self.precision is not None or self.status == "unexplained"
+        if self.xray.status == "precision" and (is_said or not self.pattern.of("precision")):
+            return []  # or the output is wrong by more than precision explains
         if self.xray.status == "described" and (self.weights or not self.explanations):
             return []
         return [f"X-ray of the kernel: {self.xray.sentences[0]}"]
@@ -578,6 +584,7 @@ class Diagnosis(Shown):
             or self.rule
             or self.weights
             or self.leak
+            or self.precision
             or (self.accesses is not None and self.accesses.is_unwritten)
         )
         return self.repair is not None and not known
@@ -641,7 +648,7 @@ class Diagnosis(Shown):
         if lines and self.outside_rows:
             why = "" if self.rule is None else f"; {self.rule.text}"
             return f"{lines}{why}"
-        found = self.rule or self.weights or self.leak or self.accesses
+        found = self.rule or self.weights or self.leak or self.accesses or self.precision
         if found is not None:
             return found.text
         if lines:
