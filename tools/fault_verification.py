@@ -444,9 +444,7 @@ def _side_outputs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
         except AttnLabError:
             continue
         left = common_claims(diagnosis.side_errors, again)
-        if again and [one.sentence for one in left] != [
-            one.sentence for one in diagnosis.side_errors
-        ]:
+        if again and [one.said for one in left] != [one.said for one in diagnosis.side_errors]:
             return False
         decisive += bool(again)
     return decisive > 0

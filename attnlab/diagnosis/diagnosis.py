@@ -619,7 +619,7 @@ class Diagnosis(Shown):
             return f"ambiguous: {', '.join(names)} each explain the output"
         if self.side_errors and not self.wrong_rows:
             words = "; ".join(one.sentence for one in self.side_errors)
-            return words if self.status == "described" else f"{self.status}: {words}"
+            return words if self.status == "described" else _in_this_call(words)
         if self.status == "described":
             return self._description()
         if self.cause is None or self.cause.scope is None:
