@@ -484,14 +484,16 @@ class Diagnosis(Shown):
                 *self._violation_sentences(),
                 "no other statement is made: each would rest on runs of this kernel",
             ]
+        observed = [*map(_in_this_call, self.observed)]
         return [
             self.conclusion,
+            *(observed if self.status == "unexplained" else []),
             *self._violation_sentences(),
             *([] if self.distinction is None else [self.distinction.sentence()]),
             *self._repair_sentences(),
             *self._xray_sentences(),
             *(one.text for one in self.side_errors),
-            *map(_in_this_call, self.observed),
+            *observed,
             *self._run_sentences(),
             *self.place_sentences(),
             *self._pattern_sentences(),

@@ -79,24 +79,24 @@ def weight_facts(found: XRay) -> tuple[WeightFact, ...]:
     for row in rows:
         for one in _of_row(found, row, wrong[row], visible[row]):
             seen.setdefault(one.kind, []).append(one)
-    facts = [fact for several in seen.values() for fact in _grouped(found, several)]
-    facts.sort(key=lambda one: -len(one.rows) * len(one.heads))
+    most = MOST_FACTS if len(seen) == 1 else 2  # groups of rows of one kind
+    facts = [fact for several in seen.values() for fact in _grouped(found, several, most)]
+    facts.sort(key=lambda one: (-len(one.rows) * len(one.heads), one.rows))
     return tuple(facts[:MOST_FACTS])
 
 
-def _grouped(found: XRay, seen: list[_Seen]) -> Iterator[WeightFact]:
-    """Yield facts of rows with one kind: by the most specific words that are those of all rows, or of one
-    of two groups."""
-    first = {one.words[0].text for one in seen}
-    if len(first) <= 2:
-        for text in sorted(first):
-            yield _fact(found, [one for one in seen if one.words[0].text == text], text)
+def _grouped(found: XRay, seen: list[_Seen], most: int) -> Iterator[WeightFact]:
+    """Yield facts of rows with one kind: by positions that all share, else by a relation that all share, else
+    by the positions of up to ``most`` groups, else by what is true of all."""
+    texts = [[words.text for words in one.words] for one in seen]
+    relation = next((text for text in texts[0][:-1] if all(text in known for known in texts)), None)
+    if relation is not None:
+        yield _fact(found, seen, relation)
         return
-    texts = [{words.text for words in one.words} for one in seen]
-    for text in (words.text for words in seen[0].words):
-        if all(text in known for known in texts):
-            yield _fact(found, seen, text)
-            return
+    level = 0 if len({known[0] for known in texts}) <= most else -1
+    for text in sorted({known[level] for known in texts}):
+        some = [one for one in seen if one.words[level].text == text]
+        yield _fact(found, some, text)
 
 
 def _fact(found: XRay, seen: list[_Seen], text: str) -> WeightFact:
@@ -246,15 +246,19 @@ class _Keys:
             yield _Words(text=f"give{{s}} no weight to {noun} {text}{own}")
         if is_own:
             yield _Words(text="give{s} no weight to {its} own key")
+        context = int((self.at < int(self.found.setup.ctx_len[self.row])).sum())
         edges: tuple[tuple[bool, str, int], ...] = (
-            (not bool(present.any()), "all", len(self.at)),
-            (not bool(present[first:].any()), "the last", len(self.at) - first),
-            (not bool(present[: last + 1].any()), "the first", last + 1),
+            (
+                last < context and not bool(present[:context].any()),
+                "the {0} keys of the context",
+                context,
+            ),
+            (not bool(present[first:].any()), "the last {0} of {its} keys", len(self.at) - first),
+            (not bool(present[: last + 1].any()), "the first {0} of {its} keys", last + 1),
         )
         for holds, which, count in edges:
             if holds:
-                text = f"give{{s}} no weight to {which} {{0}} of {{its}} keys"
-                yield _Words(text=text, ranges=((count, count),))
+                yield _Words(text=f"give{{s}} no weight to {which}", ranges=((count, count),))
         count = sum(b - a + 1 for a, b in runs)
         yield _Words(text="give{s} no weight to {0} of {its} keys", ranges=((count, count),))
 

@@ -1,5 +1,7 @@
 """Facts of an X-ray: what was measured in one call, without a rule."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import faulty_attention, hooked_attention
@@ -90,6 +92,24 @@ def test_another_scale_hides_no_keys():
     """Small weights vanish with a larger scale, and the kernel reads these keys all the same."""
     facts = weight_facts(measured("scale_missing", sm_scale=0.1))
     assert [one.kind for one in facts] == ["factors"]
+
+
+def test_rows_that_share_no_words_are_facts_of_their_own():
+    """Each row lacks other keys, and the sum of some weights is wrong, too."""
+    found = measured("sound")
+    weights = found.weights.clone()
+    for row in range(12):
+        weights[row, :, found.setup.entry_slot[row, row : row + 2]] = 0.0
+        if row % 2:
+            weights[row] /= weights[row].sum(-1, keepdim=True)
+    changed = dataclasses.replace(found.measurement, weights=weights)
+    examined = dataclasses.replace(found.examined, measurement=changed)
+    facts = weight_facts(dataclasses.replace(found, examined=examined))
+    assert [one.rows for one in facts] == [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))]
+    assert facts[0].text.startswith(
+        "rows 0, 2, 4, 6, 8, 10 give no weight to 2 of their keys; their"
+    )
+    assert facts[1].text == "rows 1, 3, 5, 7, 9, 11 give no weight to 2 of their keys"
 
 
 def test_every_key_without_a_weight_has_none():
