@@ -65,11 +65,12 @@ class _Seen:
 def weight_facts(found: XRay) -> tuple[WeightFact, ...]:
     """Return at most three facts about wrong weights, that of most rows and heads first.
 
-    Rows with one fact are grouped. Rows that are not written, and rows whose query is not finite, have none.
-    A call with thousands of wrong rows and heads has none, either: this would take seconds.
+    Rows with one fact are grouped. A weight must be off by four rounding bounds. Rows that are not written,
+    and rows whose query is not finite, have none. A call with thousands of wrong rows and heads has none,
+    either: this would take seconds.
     """
     setup = found.setup
-    wrong = found.wrong
+    wrong = ~((found.weights - found.expected).abs() <= _SAME * found.bound).all(-1)
     chosen = wrong.any(1) & setup.query.isfinite().flatten(1).all(1)
     rows = torch.nonzero(chosen & ~found.measurement.unwritten).flatten().tolist()
     if int(wrong.sum()) > _MOST:
@@ -195,6 +196,9 @@ class _Keys:
 
         A key whose weight may be too small to be measured is neither.
         """
+        if not len(self.at):
+            none = torch.zeros(0, dtype=torch.bool)
+            return none, none
         known = (self.measured > self.floor) & (self.expected > _CLEAR * self.floor)
         ratio = torch.where(known, self.measured / self.expected, torch.nan)
         usual = ratio.nanmedian(1, keepdim=True).values.nan_to_num(1.0)
