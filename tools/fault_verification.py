@@ -39,7 +39,7 @@ from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab
-from attnlab.weights.conclude import xray
+from attnlab.weights.conclude import rounding_of, xray
 from attnlab.weights.fit import compare
 
 MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
@@ -122,6 +122,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     judges: dict[str, tuple[Any, Callable[[], bool]]] = {
         "its accesses": (diagnosis.accesses, lambda: _accessed(lab, case, diagnosis.accesses)),
         "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case, diagnosis.leak)),
+        "precision": (diagnosis.precision, lambda: _is_rounding(lab, case)),
         "its features": (diagnosis.features, lambda: _needs(lab, case, diagnosis.features)),
     }
     for kind, (said, is_right_there) in judges.items():
@@ -169,11 +170,13 @@ def judged_lines(
         judges[f"X-ray of the kernel: {seen.sentences[0]}"] = lambda: _describes(
             lab, backend, case, described
         )
-    for fact in diagnosis.observed:
+    for fact in diagnosis.observed if diagnosis.repair is not None else ():
         one = AccessClaim(some=(fact,), cases=1)
         judges[f"in this call, {fact}"] = lambda one=one: _accessed(lab, case, one)  # type: ignore[misc]
     places = {*diagnosis.place_sentences(), *diagnosis.pattern.sentences()}
     places |= {one.text for one in diagnosis.side_errors}
+    if diagnosis.status == "unexplained":  # measured in this call
+        places |= {f"in this call, {text}" for text in diagnosis.observed}
     found = []
     for sentence in diagnosis.sentences()[1:]:
         if sentence in judges:
@@ -408,6 +411,15 @@ def _measures(lab: Lab, case: Case, weights: DescribedWeights) -> bool:
     return bool(shares) and min(shares) > 0.5
 
 
+def _is_rounding(lab: Lab, case: Case) -> bool:
+    """Return whether rounding to bfloat16 explains the weights of fresh cases, some of which are wrong."""
+    found = list[float | None]()
+    for fresh in fresh_cases(case, max(case.lengths.query_lens) == 1):
+        with suppress(AttnLabError):
+            found.append(rounding_of(fresh, lab))
+    return None not in found and any(found)
+
+
 def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool:
     """Return whether the stated pattern holds on fresh cases: the first rule of each place."""
     decisive = 0
@@ -432,9 +444,7 @@ def _side_outputs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
         except AttnLabError:
             continue
         left = common_claims(diagnosis.side_errors, again)
-        if again and [one.sentence for one in left] != [
-            one.sentence for one in diagnosis.side_errors
-        ]:
+        if again and [one.said for one in left] != [one.said for one in diagnosis.side_errors]:
             return False
         decisive += bool(again)
     return decisive > 0

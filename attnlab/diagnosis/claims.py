@@ -1,6 +1,7 @@
 """Claims: what is stated of a fault without a name, as far as further cases confirm it."""
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from attnlab.kernels.triton.probe import (
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result, as_slice
+from attnlab.weights.conclude import rounding_text
 from attnlab.weights.plan import Description
 
 
@@ -129,6 +131,25 @@ class DescribedWeights(Claim):
         if self.right_decodes:
             scope = " (batches of decodes alone are right)"
         return f"{self.description.text}{scope}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionClaim(Claim):
+    """The statement that weights are off by no more than rounding to bfloat16.
+
+    ``largest``: by which part of it a weight is off at most, in all cases. ``only_decodes``: batches of
+    decodes alone were measured, of an op that computes others, too.
+    """
+
+    largest: float
+    only_decodes: bool = False
+
+    @property
+    def said(self) -> str:
+        """Return the claim in words."""
+        return rounding_text(self.largest) + (
+            " (in batches of decodes)" if self.only_decodes else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -670,6 +691,10 @@ _FACTORS = {
     "1/2": 0.5,
 }
 _CLOSE = 1e-3
+# Rounding units of formats shorter than that of a log-sum-exp, the smallest first.
+_UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_PARTS = 16  # parts of a sequence whose log-sum-exps may be rounded before they are merged
+_ROUNDED = "right up to rounding to "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -680,7 +705,8 @@ class SideClaim:
     - ``laws``: what all wrong places hold, such as "NaN" or "the right one + ln(2)", in all ways that fit;
       the first says most.
     - ``places``: where a log-sum-exp is wrong; None for rows of padding.
-    - ``text``: the first error in words.
+    - ``text``: the first error in words. ``largest``, ``ratio``: the largest error of a log-sum-exp, and in
+      rounding bounds; 0 if one is not finite.
     """
 
     subject: str
@@ -688,6 +714,8 @@ class SideClaim:
     laws: tuple[str, ...]
     places: PatternClaim | None
     text: str
+    largest: float = 0.0
+    ratio: float = 0.0
 
     @property
     def what(self) -> str:
@@ -700,13 +728,24 @@ class SideClaim:
         return bool(self.what) or (self.places is not None and self.places.is_rule)
 
     @property
+    def said(self) -> str:
+        """Return the claim in words, without the size of the errors."""
+        return self._said("")
+
+    @property
     def sentence(self) -> str:
-        """Return the claim in words."""
+        """Return the claim in words, with the size of the errors if that says more than the law."""
+        is_size = self.largest and (not self.what or self.what.startswith(_ROUNDED))
+        size = f", off by up to {self.largest:.2g} ({self.ratio:.3g} rounding bounds)"
+        return self._said(size if is_size else "")
+
+    def _said(self, size: str) -> str:
         if self.subject != LSE:
             name = "log-sum-exp" if self.quantity == "lse" else "output"
             return f"the {name} of padding rows, whose parts are both empty, is {self.what}"
-        where = "" if self.places is None else f"; {self.places.text}"
-        return f"the log-sum-exp is {self.what or 'wrong'}{where}"
+        places = self.places
+        where = f"; {places.text}" if places is not None and places.is_rule else ""
+        return f"the log-sum-exp is {self.what or 'wrong'}{size}{where}"
 
     def common(self, other: "SideClaim") -> "SideClaim | None":
         """Return what two cases support, or None if they differ."""
@@ -719,8 +758,12 @@ class SideClaim:
             places = self.places.common(other.places)
         if laws and is_address(laws[0]):
             places = None  # they follow from the addresses
-        return SideClaim(
-            subject=self.subject, quantity=self.quantity, laws=laws, places=places, text=self.text
+        return dataclasses.replace(
+            self,
+            laws=laws,
+            places=places,
+            largest=max(self.largest, other.largest),
+            ratio=max(self.ratio, other.ratio),
         )
 
 
@@ -730,20 +773,17 @@ def side_claims(lab: Lab, case: Case, ran: Result) -> tuple[SideClaim, ...]:
     padded = None if ran.padded is None else ran.padded.cpu()
     found = []
     for error in lab.side_errors(case, lse, padded):
-        laws: tuple[str, ...] = (_word(error.value),)
-        places = None
+        claim = SideClaim(
+            subject=error.subject,
+            quantity=error.quantity,
+            laws=(_word(error.value),),
+            places=None,
+            text=error.text(),
+        )
         if error.subject == LSE:
             assert lse is not None
-            laws, places = _lse(lab, case, lse)
-        found.append(
-            SideClaim(
-                subject=error.subject,
-                quantity=error.quantity,
-                laws=laws,
-                places=places,
-                text=error.text(),
-            )
-        )
+            claim = _of_lse(lab, case, lse, claim)
+        found.append(claim)
     return tuple(found)
 
 
@@ -780,8 +820,8 @@ def common_claims(
     return left if len(left) == len(claims) else ()
 
 
-def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], PatternClaim | None]:
-    """Return what the wrong log-sum-exps hold, and where they are."""
+def _of_lse(lab: Lab, case: Case, lse: torch.Tensor, claim: SideClaim) -> SideClaim:
+    """Return the claim with what the wrong log-sum-exps hold, where they are, and the size of the errors."""
     expected, bound = lab.expected_lse(case)
     expected, bound = expected.cpu().double(), bound.cpu().double()
     values = lse[: len(expected)].double()
@@ -791,22 +831,38 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], Patt
     ran[as_slice(rows), as_slice(heads)] = True
     wrong &= ran
     if not bool(wrong.any()):
-        return (), None
+        return dataclasses.replace(claim, laws=())
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     ran_heads = list(heads or range(problem.num_heads))
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
-    laws = _laws(values[wrong], expected[wrong], highest_of_parts(problem)[wrong])
-    return (*wrong_addresses(problem, values, expected, bound), *laws), places
+    error = (values - expected)[wrong].abs()
+    laws = _laws(values[wrong], expected[wrong], highest_of_parts(problem)[wrong], bound[wrong])
+    is_finite = bool(error.isfinite().all())
+    return dataclasses.replace(
+        claim,
+        laws=(*wrong_addresses(problem, values, expected, bound), *laws),
+        places=places,
+        largest=float(error.max()) if is_finite else 0.0,
+        ratio=float((error / bound[wrong]).max()) if is_finite else 0.0,
+    )
 
 
-def _laws(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -> Iterator[str]:
-    """Yield what wrong numbers have in common; ``highest``: the maximum that was subtracted."""
+def _laws(
+    values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor, bound: torch.Tensor
+) -> Iterator[str]:
+    """Yield what wrong numbers have in common; ``highest``: the maximum that was subtracted.
+
+    Laws that leave errors of up to ``_CLOSE`` say nothing about errors of that size, which may be rounding.
+    """
     words = {_word(value) for value in values.tolist()}
     if len(words) == 1 and (word := words.pop()) != "a number":
         yield word
     if not bool(values.isfinite().all()):
         return
     difference, ratio = values - expected, values / expected
+    yield from _roundings(difference, expected, bound)
+    if bool((difference.abs() <= 2 * _CLOSE * (1 + expected.abs())).all()):
+        return
     for name, factor in _FACTORS.items():
         if bool(((ratio - factor).abs() <= _CLOSE).all()):
             yield f"{name} times the right one"
@@ -824,6 +880,17 @@ def _laws(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -
     for name, law in laws.items():
         if bool(((values - law).abs() <= _CLOSE * (1 + law.abs())).all()):
             yield name
+
+
+def _roundings(
+    difference: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
+) -> Iterator[str]:
+    """Yield the formats whose rounding explains all errors: of the number itself, or of those of parts that
+    are merged, whose mean size is larger by their entropy at most."""
+    size = expected.abs() + math.log(_PARTS)
+    for name, unit in _UNITS.items():
+        if bool((difference.abs() <= unit * size + bound).all()):
+            yield f"{_ROUNDED}{name}, which is more than its dtype explains"
 
 
 def _word(value: float) -> str:

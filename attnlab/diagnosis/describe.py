@@ -40,6 +40,7 @@ from attnlab.lab.problem import Problem, score_error, scores_of, softmax
 # The tests run from the most to the least specific one, and each cell counts for the first that it passes.
 
 _CLEAR = 4.0  # a cell is compared with others if its size exceeds this many rounding bounds
+SMALL = 0.03  # of the size of the output, up to which errors are small
 _SHARE = 0.1  # a rule must reproduce this share of the wrong cells that are left
 _MOST_FACTORS = 4  # distinct factors that are listed one by one
 _SHORT_FORMATS = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16")
@@ -295,7 +296,7 @@ def _is_precision(cells: Cells, relative: float) -> bool:
     error = (cells.output - cells.correct).nan_to_num(0.0, 0.0, 0.0)
     share = float((cells.ratio > 0.5).double().mean())
     mean = float(error.mean().abs() / error.square().mean().sqrt().clamp(min=1e-300))
-    return relative < 0.03 and len(wrong_seqs) * 2 >= len(seqs) and share > 0.25 and mean < 0.1
+    return relative < SMALL and len(wrong_seqs) * 2 >= len(seqs) and share > 0.25 and mean < 0.1
 
 
 # The one scale of the scores that reproduces the wrong cells, if there is one.

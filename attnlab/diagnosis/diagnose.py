@@ -44,7 +44,14 @@ from attnlab.diagnosis.decision import (
 from attnlab.diagnosis.diagnosis import Diagnosis, Distinction, find_distinction
 from attnlab.diagnosis.lines import lines_of, locate_lines
 from attnlab.diagnosis.pattern import PLACES, Pattern
-from attnlab.diagnosis.refinement import Kernel, kernel_of, true_of_outside, with_reruns
+from attnlab.diagnosis.refinement import (
+    Kernel,
+    kernel_of,
+    true_of_outside,
+    with_facts,
+    with_precision,
+    with_reruns,
+)
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
 from attnlab.diagnosis.trials import FULL, Limit
@@ -376,6 +383,7 @@ def diagnose(
         if ran is not None:
             diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit, announce)
+        diagnosis = with_facts(diagnosis, examination.evidence.locations.wrong_rows.cpu())
     diagnosis = if_stable(diagnosis, examination.diagnosis, control)
     distinction = _distinguish(case, examination.problem, diagnosis, flags) if propose else None
     return dataclasses.replace(
@@ -451,6 +459,7 @@ def _with_runs(
     diagnosis = true_of_outside(lab, case, diagnosis, lambda one: own.run(one).output.cpu())
     diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
     announce(_confirmed(diagnosis))
+    diagnosis = with_precision(lab, case, diagnosis, kernel_of(own, case))
     diagnosis = with_accesses(lab, case, diagnosis, own.run, processes_of(own, case))
     diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
     diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)

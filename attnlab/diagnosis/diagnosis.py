@@ -26,6 +26,7 @@ from attnlab.diagnosis.claims import (
     KernelLocation,
     LeakClaim,
     PatternClaim,
+    PrecisionClaim,
     RepairClaim,
     SideClaim,
 )
@@ -306,8 +307,13 @@ _SLOTS = {
 
 
 _OF_XRAY = ("status", "descriptions", "confirmed", "sentences")
-_AS_TEXT = ("weights", "accesses", "leak", "claim", "features")  # claims that JSON has as text
+# claims that JSON has as text
+_AS_TEXT = ("weights", "accesses", "leak", "claim", "features", "precision")
 _FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
+
+
+def _in_this_call(text: str) -> str:
+    return f"in this call, {text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,11 +361,14 @@ class Diagnosis(Shown):
     - ``weights``: what of the X-ray's descriptions gives the outputs of further cases, or None.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
     - ``repair``: an edit of the source with which this output and those of further cases are right, or None.
-    - ``observed``: what holds of this call, as sentences, if a repair describes the fault.
+    - ``observed``: what holds of this call, as sentences, if a repair describes the fault, or if nothing
+      does: then facts that an X-ray measured. The first is the conclusion, and the status is "unexplained".
     - ``accesses``: wrong accesses that recur wherever the output of a further case is wrong, or None.
     - ``leak``: that the output is wrong by NaN in unwritten slots alone, here and in further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``features``: if nothing else describes the fault, what the call must have for it, or None.
+    - ``precision``: if nothing else describes the fault, that weights are off by rounding, here and in
+      further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for. Only the line of ``repair`` is confirmed by reruns, and printed.
@@ -404,6 +413,7 @@ class Diagnosis(Shown):
     leak: LeakClaim | None = None
     claim: PatternClaim | None = None
     features: FeatureClaim | None = None
+    precision: PrecisionClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
     location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
@@ -474,14 +484,16 @@ class Diagnosis(Shown):
                 *self._violation_sentences(),
                 "no other statement is made: each would rest on runs of this kernel",
             ]
+        observed = [*map(_in_this_call, self.observed)]
         return [
             self.conclusion,
+            *(observed if self.status == "unexplained" else []),
             *self._violation_sentences(),
             *([] if self.distinction is None else [self.distinction.sentence()]),
             *self._repair_sentences(),
             *self._xray_sentences(),
             *(one.text for one in self.side_errors),
-            *(f"in this call, {text}" for text in self.observed),
+            *observed,
             *self._run_sentences(),
             *self.place_sentences(),
             *self._pattern_sentences(),
@@ -559,8 +571,9 @@ class Diagnosis(Shown):
         """
         if self.xray is None or self.xray.status not in ("right", "precision", "described"):
             return []
-        if self.xray.status == "precision" and not self.pattern.of("precision"):
-            return []  # the output is wrong by more than precision explains
+        is_said = self.precision is not None or self.status == "unexplained"
+        if self.xray.status == "precision" and (is_said or not self.pattern.of("precision")):
+            return []  # or the output is wrong by more than precision explains
         if self.xray.status == "described" and (self.weights or not self.explanations):
             return []
         return [f"X-ray of the kernel: {self.xray.sentences[0]}"]
@@ -573,6 +586,7 @@ class Diagnosis(Shown):
             or self.rule
             or self.weights
             or self.leak
+            or self.precision
             or (self.accesses is not None and self.accesses.is_unwritten)
         )
         return self.repair is not None and not known
@@ -607,10 +621,12 @@ class Diagnosis(Shown):
             return f"ambiguous: {', '.join(names)} each explain the output"
         if self.side_errors and not self.wrong_rows:
             words = "; ".join(one.sentence for one in self.side_errors)
-            return words if self.status == "described" else f"{self.status}: {words}"
+            return words if self.status == "described" else _in_this_call(words)
         if self.status == "described":
             return self._description()
         if self.cause is None or self.cause.scope is None:
+            if self.observed:
+                return _in_this_call(self.observed[0])
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
@@ -634,7 +650,7 @@ class Diagnosis(Shown):
         if lines and self.outside_rows:
             why = "" if self.rule is None else f"; {self.rule.text}"
             return f"{lines}{why}"
-        found = self.rule or self.weights or self.leak or self.accesses
+        found = self.rule or self.weights or self.leak or self.accesses or self.precision
         if found is not None:
             return found.text
         if lines:

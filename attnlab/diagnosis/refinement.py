@@ -16,7 +16,13 @@ from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
 from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.candidates import Candidate, limit_of, ratio_of
-from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
+from attnlab.diagnosis.claims import (
+    DescribedWeights,
+    LeakClaim,
+    PatternClaim,
+    PrecisionClaim,
+    claim_of,
+)
 from attnlab.diagnosis.confirmation import (
     find_rule,
     is_hidden,
@@ -35,9 +41,9 @@ from attnlab.diagnosis.decision import (
     with_slot_kinds,
     withdraw,
 )
-from attnlab.diagnosis.describe import sizes_of
+from attnlab.diagnosis.describe import SMALL, sizes_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.pattern import Pattern, Sizes
+from attnlab.diagnosis.pattern import Pattern, Sizes, list_text
 from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
@@ -56,7 +62,8 @@ from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
-from attnlab.weights.conclude import most_runs, xray
+from attnlab.weights.conclude import most_runs, rounding_of, xray
+from attnlab.weights.facts import MOST_FACTS, weight_facts
 from attnlab.weights.fit import compare
 from attnlab.weights.plan import Description
 from attnlab.weights.setup import AttentionSetup
@@ -415,6 +422,81 @@ def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) ->
     )
 
 
+# What was measured in this call, where nothing describes the fault.
+
+
+def with_facts(diagnosis: Diagnosis, wrong_rows: torch.Tensor) -> Diagnosis:
+    """Return the diagnosis with facts of its X-ray, if nothing else is stated; ``wrong_rows``: of the output.
+
+    They are true of this call alone, so the status stays "unexplained".
+    """
+    found = diagnosis.xray
+    if diagnosis.status != "unexplained" or not diagnosis.wrong_rows or found is None:
+        return diagnosis
+    facts = [one.text for one in weight_facts(found)]
+    if found.status == "precision":
+        facts = [found.sentences[0]] if _is_small(diagnosis.pattern) else []
+    wrong = found.setup.rows[found.wrong.any(1)]
+    others = wrong_rows[~torch.isin(wrong_rows, wrong)].tolist()
+    if facts and others:
+        words = f"the weights of {list_text('row', others)} are right, and the output is wrong"
+        facts = [*facts[: MOST_FACTS - 1], words]
+    if found.drawn:
+        facts = [f"with other numbers in query and keys, {one}" for one in facts]
+    return dataclasses.replace(diagnosis, observed=tuple(facts))
+
+
+def with_precision(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: "Kernel") -> Diagnosis:
+    """Return the diagnosis with the rounding of weights that its X-ray measured, if nothing else is stated
+    and further cases confirm it."""
+    found = diagnosis.xray
+    is_open = diagnosis.status == "unexplained" and kernel.rounding is not None
+    if not is_open or found is None or found.status != "precision":
+        return diagnosis
+    claim = confirmed_precision(lab, case, kernel) if _is_small(diagnosis.pattern) else None
+    if claim is None:
+        return diagnosis
+    return dataclasses.replace(diagnosis, status="described", precision=claim)
+
+
+def _is_small(pattern: Pattern) -> bool:
+    """Answer whether all errors of an output are finite and small, as those of rounding are."""
+    sizes = [*pattern.of("precision"), *pattern.of("size")]
+    return bool(sizes) and sizes[0].values["relative"] < SMALL and not pattern.of("nonfinite")
+
+
+def confirmed_precision(lab: Lab, case: Case, kernel: "Kernel") -> PrecisionClaim | None:
+    """Return that the weights of a Case and of further ones are off by rounding to bfloat16, or None.
+
+    A wrong output with other weights refutes it, or with errors that are not small.
+    """
+    rounding = kernel.rounding
+    assert rounding is not None
+
+    def measured(other: Case) -> float | None:
+        """Return the rounding of a further Case with a wrong output, 0 for none; None refutes it."""
+        for known, _, found in examined(
+            lab, [with_known_contents(other)], kernel.run, describes=True
+        ):
+            if not len(found.evidence.locations.wrong_rows) or not can_xray(known, 0.0):
+                return 0.0
+            if not _is_small(found.diagnosis.pattern):
+                return None
+            with suppress(AttnLabError):
+                return rounding(known)
+        return 0.0
+
+    first, cases = rounding(case), list[float]()
+    for largest in in_copies(measured, further_cases(case), kernel.processes):
+        if largest is None:
+            return None
+        cases += [largest] if largest else []
+    if not first or not cases:
+        return None
+    only_decodes = max(case.lengths.query_lens) == 1 and case.spec.prefill
+    return PrecisionClaim(cases=len(cases), largest=max(first, *cases), only_decodes=only_decodes)
+
+
 _XRAY_S = 2.5  # time for the search for a description
 _RERUNS = 6  # of the kernel, before an X-ray
 _XRAY_RUN_S = 30.0  # time that all runs of an X-ray may take
@@ -426,7 +508,8 @@ class Kernel:
     """A kernel at hand.
 
     ``run``: runs a Case; ``run_with``: runs a Case with another cache than ``cache_of`` returns for it, or
-    None; ``xray``: measures the weights. All outputs are on the CPU. ``is_deterministic``: as
+    None; ``xray``: measures the weights; ``rounding``: as :func:`attnlab.weights.conclude.rounding_of`. All
+    outputs are on the CPU. ``is_deterministic``: as
     ``Backend.is_deterministic``. ``processes``: how many processes may run it at a time.
     """
 
@@ -434,6 +517,7 @@ class Kernel:
     run_with: CacheRun | None = None
     cache_of: Callable[[Case], PagedCache] | None = None
     xray: Callable[[Case], XRay] | None = None
+    rounding: Callable[[Case], float | None] | None = None
     is_deterministic: bool = False
     processes: int = 1
 
@@ -453,6 +537,7 @@ def kernel_of(lab: Lab, case: Case) -> Kernel:
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
         xray=lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
+        rounding=lambda case: rounding_of(case, lab),
         processes=processes_of(lab, case),
     )
 

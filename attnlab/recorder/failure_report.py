@@ -393,7 +393,8 @@ def _conclusion(diagnosis: Diagnosis) -> str:
     if diagnosis.cause is not None:
         return f"{diagnosis.status}: {diagnosis.cause.name}: {diagnosis.cause.text}"
     names = ", ".join(one.name for one in diagnosis.explanations)
-    text = names or (diagnosis.conclusion if diagnosis.status == "described" else "")
+    is_said = diagnosis.status == "described" or diagnosis.observed
+    text = names or (diagnosis.conclusion if is_said else "")
     return f"{diagnosis.status}: {text}" if text else diagnosis.status
 
 

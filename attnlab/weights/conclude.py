@@ -476,7 +476,7 @@ def _judge(
                 status="undecided", search=kept, confirmed=False, sentences=(words, *plain)
             )
     if coarse:
-        words = _precision(measured, expected)
+        words = rounding_text(_largest_rounding(measured, expected))
         return _Verdict(status="precision", sentences=(words, *plain[:1]))
     words = (
         f"cannot decide: none of {search.tried} descriptions explains the weights within the bound"
@@ -568,15 +568,32 @@ def _not_decided(hidden: torch.Tensor) -> str:
     )
 
 
-def _precision(measured: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return how large the rounding is."""
+def _largest_rounding(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return by how much of it a weight is off at most, of those that are not tiny."""
     large = expected > 1e-3
     relative = ((measured - expected).abs() / expected.clamp(min=1e-12))[large]
-    worst = float(relative.max()) if relative.numel() else 0.0
+    return float(relative.max()) if relative.numel() else 0.0
+
+
+def rounding_text(largest: float) -> str:
+    """Return that weights are off by rounding, by up to ``largest`` of them."""
     return (
-        f"precision: every key has about its weight, off by up to {worst:.2g} of it, which is more than the "
-        "kernel's dtype explains and no more than rounding to bfloat16"
+        f"precision: every key has about its weight, off by up to {largest:.2g} of it, which is more than "
+        "the kernel's dtype explains and no more than rounding to bfloat16"
     )
+
+
+def rounding_of(case: Case, lab: Lab) -> float | None:
+    """Measure the weights of a Case, and return by how much of it one is off at most; 0 if all are right.
+
+    None if rounding to bfloat16 does not explain every weight. Raises as :func:`xray`.
+    """
+    subject = _on_fastest(_of_case(case, lab, lab.backend(case)), lab.device)
+    usable = usable_rows(examine(subject).on_cpu)
+    three = usable.setup, usable.measured, usable.expected
+    if not usable.is_all or bool(usable.zero.any()) or not is_coarse(*three):
+        return None
+    return 0.0 if bool(explained(*three, 1.0).all()) else _largest_rounding(*three[1:])
 
 
 def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import faulty_attention
 from helpers.cases import hostile
 from helpers.faulty_labs import FaultyLab, run_models
 
@@ -25,6 +26,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
 from attnlab.lab.result import MemoryReport, Result, SlotsRead
 from attnlab.tensors.case_call import make_output
+from attnlab.weights.conclude import rounding_of
 
 SMALL = {"num_heads": 4, "head_size": 32, "platform": "sm_90"}
 DECODES = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
@@ -148,6 +150,32 @@ def test_features_are_judged_by_fresh_cases(monkeypatch):
         FeatureClaim(features=(noun,), cases=5) for noun in ("a sliding window", "ALiBi slopes")
     ]
     assert [_needs(lab, case, one) for one in claims] == [True, False]
+
+
+def test_rounded_weights_are_stated_if_further_cases_confirm_it(monkeypatch):
+    """In further cases, the weights are off by rounding, or by more than that."""
+    case = hostile(
+        **{**SMALL, "op": "context_attention_fwd", "empty_slots": "zeros", "output_init": "zeros"},
+        query_lens=(5, 9),
+        ctx_lens=(40, 21),
+        backend=f"{faulty_attention.__file__}:bfloat16_scores",
+    )
+    first = diagnose(case, limit=None)
+    assert first.status == "described"
+    assert first.precision is not None
+    assert first.precision.cases > 2
+    assert first.sentences()[0] == first.precision.text
+    assert sum("every key has about its weight" in one for one in first.sentences()) == 1
+    monkeypatch.setattr(
+        "attnlab.diagnosis.refinement.rounding_of",
+        lambda one, lab: rounding_of(one, lab) if one == case else None,
+    )
+    found = diagnose(case, limit=None)
+    assert (found.status, found.precision) == ("unexplained", None)
+    assert found.sentences()[0].startswith(
+        "in this call, precision: every key has about its weight"
+    )
+    assert sum("every key has about its weight" in one for one in found.sentences()) == 1
 
 
 def factors_of_rows(case: Case, output: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from helpers.tiled_attention import tiled_attention
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.diagnosis.claims import _laws
+from attnlab.diagnosis.claims import _laws, confirmed_side_claims, side_claims
 from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose, with_bad_lines
@@ -228,9 +228,44 @@ def test_the_law_of_a_wrong_log_sum_exp_is_stated():
     """The logarithm of the sum minus the maximum, in place of plus; and nothing for random numbers."""
     highest, sums = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.4, 3.0, 1.1])
     expected = highest + sums.log()
-    found = list(_laws(sums.log() - highest, expected, highest))
+    bound = torch.full((3,), 1e-5)
+    found = list(_laws(sums.log() - highest, expected, highest, bound))
     assert found == ["the logarithm of the sum minus the maximum"]
-    assert not list(_laws(expected + torch.tensor([0.1, 0.7, 0.3]), expected, highest))
+    assert not list(_laws(expected + torch.tensor([0.1, 0.7, 0.3]), expected, highest, bound))
+    assert list(_laws(expected + 0.2, expected, highest, bound)) == ["the right one +0.200"]
+
+
+ROUNDED_TO_16_BITS = (
+    "the log-sum-exp is right up to rounding to {}, which is more than its dtype explains"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "is_confirmed"),
+    [
+        (lambda lse: lse.half(), ROUNDED_TO_16_BITS.format("float16"), True),
+        (lambda lse: lse.bfloat16(), ROUNDED_TO_16_BITS.format("bfloat16"), True),
+        (lambda lse: lse + 2e-4, ROUNDED_TO_16_BITS.format("float16"), True),
+        (lambda lse: lse * 1.03 + 0.05 * lse.sin(), "the log-sum-exp is wrong", False),
+    ],
+    ids=["float16", "bfloat16", "shift", "other"],
+)
+def test_small_errors_of_a_log_sum_exp_are_stated_by_their_size(change, said, is_confirmed):
+    """A shift of 0.0002 was called the right one +0.000, and rounded numbers had no law."""
+    lab = Lab()
+
+    def run(case):
+        lse = lab.expected_lse(case)[0]
+        return dataclasses.replace(lab.run(case), lse=change(lse).float())
+
+    first = side_claims(lab, MERGED, run(MERGED))
+    assert [one.said for one in first] == [said]
+    expected, bound = lab.expected_lse(MERGED)
+    error = (change(expected).double() - expected).abs()
+    size = f"off by up to {float(error.max()):.2g} ({float((error / bound).max()):.3g} rounding bounds)"
+    assert size in first[0].sentence
+    confirmed = confirmed_side_claims(lab, MERGED, first, run)
+    assert [one.said for one in confirmed] == ([said] if is_confirmed else [])
 
 
 def test_log_sum_exps_at_wrong_addresses_are_found():

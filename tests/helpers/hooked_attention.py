@@ -85,7 +85,24 @@ def zeros_in_row_3(call):
     call.output[3] = 0
 
 
-coarse_with_zeros.op = zeros_in_row_3.op = CACHED
+def nan_in_row_3(call):
+    """Leave row 3 of an otherwise right output NaN."""
+    kernel()(call)
+    call.output[3] = torch.nan
+
+
+def _without_own_key(scores, at, ctx_len):
+    """Hide the last key from the last of nine new tokens."""
+    scores = scores.clone()
+    if scores.shape[1] == 9:
+        scores[:, -1, -1] = -torch.inf
+    return scores
+
+
+coarse_with_zeros.op = zeros_in_row_3.op = nan_in_row_3.op = CACHED
+own_key_of_row_8_lost = kernel(scores=_without_own_key)
+tile_0_halved = kernel(weighted=times(16, 0, 0.5))
+tile_0_lost = kernel(weighted=times(16, 0, 0.0))
 tile_1_three_times = kernel(weighted=times(32, 1, 3.0))
 tile_2_in_prefills = kernel(
     TWO_KERNELS,

@@ -12,6 +12,7 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.cpu import load
+from attnlab.weights.conclude import rounding_of
 from attnlab.weights.plan import LAST, Constant, right_keys
 from attnlab.weights.rules import (
     AlibiFactor,
@@ -280,6 +281,15 @@ def test_a_sound_kernel_is_right_or_imprecise(name):
     found = attnlab.xray(faulty(name))
     assert found.status == ("precision" if "bfloat16" in name else "right"), found.sentences
     assert not found.descriptions
+
+
+@pytest.mark.parametrize(
+    ("name", "is_rounding"), [("sound", True), ("bfloat16_scores", True), ("halved", False)]
+)
+def test_the_rounding_of_weights_is_measured_without_a_search(name, is_rounding):
+    found = rounding_of(faulty(name), attnlab.Lab())
+    assert (found is not None) == is_rounding
+    assert (found == 0) == (name == "sound")
 
 
 def test_a_description_that_another_case_refutes_is_withdrawn(monkeypatch):

@@ -1,0 +1,143 @@
+"""Facts of an X-ray: what was measured in one call, without a rule."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import faulty_attention, hooked_attention
+
+import attnlab
+from attnlab.case.case import Case
+from attnlab.diagnosis.refinement import with_facts
+from attnlab.weights.facts import MOST_FACTS, weight_facts
+from attnlab.weights.xray import XRay
+
+FIELDS = {
+    "op": "unified_attention",
+    "num_heads": 4,
+    "num_queries_per_kv": 2,
+    "head_size": 32,
+    "block_size": 16,
+    "query_lens": (9, 1, 2),
+    "ctx_lens": (20, 37, 20),
+    "distribution": "normal",
+    "platform": "sm_90",
+}
+HIDDEN = "that must not count"
+
+
+def measured(name: str, **changes: object) -> XRay:
+    """Return the X-ray of a faulty kernel, without a search for rules."""
+    module = hooked_attention if hasattr(hooked_attention, name) else faulty_attention
+    case = Case(
+        **{**FIELDS, "op": getattr(module, name).op, **changes}, backend=f"{module.__file__}:{name}"
+    )
+    return attnlab.xray(case, confirm=False, limit_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "own_key_of_row_8_lost",
+            ["row 8 (sequence 0, token 8) gives no weight to key 28, its own"],
+        ),
+        (
+            "tile_0_lost",
+            [
+                "rows 0–11 give no weight to keys 0–15; "
+                "their weights sum to 0.1072 to 0.8614, where 1 is right",
+            ],
+        ),
+        (
+            "tile_0_halved",
+            [
+                "rows 0–11 give half of their weight to keys up to 15 "
+                "and all of their weight to keys from 16 on"
+            ],
+        ),
+        ("halved", ["rows 0–11 give every key half of its weight"]),
+        ("zeros_in_row_3", ["row 3 (sequence 0, token 3) gives no weight to any key"]),
+        (
+            "nan_in_row_3",
+            ["row 3 (sequence 0, token 3) has no finite weight, with finite keys and values"],
+        ),
+        (
+            "causal_one_too_many",
+            [f"rows 0–7, 10 give a weight to keys {HIDDEN}: later keys (1)"],
+        ),
+        ("sound", []),
+        ("cached_sound", []),
+    ],
+)
+def test_facts_are_the_planted_faults(name, texts):
+    found = [one.text for one in weight_facts(measured(name))]
+    assert found == texts
+
+
+def test_a_head_is_named_if_it_alone_is_wrong():
+    (fact,) = weight_facts(measured("head_3_halved"))
+    assert fact.text == "rows 0–11, head 3, give every key half of its weight"
+    assert (fact.rows, fact.heads) == (tuple(range(12)), (3,))
+
+
+def test_keys_of_another_sequence_are_counted():
+    facts = weight_facts(measured("next_sequence"))
+    assert 0 < len(facts) <= MOST_FACTS
+    assert all("keys of other sequences" in one.text for one in facts)
+    assert {row for one in facts for row in one.rows} == set(range(12))
+
+
+def test_another_scale_hides_no_keys():
+    """Small weights vanish with a larger scale, and the kernel reads these keys all the same."""
+    facts = weight_facts(measured("scale_missing", sm_scale=0.1))
+    assert [one.kind for one in facts] == ["factors"]
+
+
+def test_rows_that_share_no_words_are_facts_of_their_own():
+    """Each row lacks other keys, and the sum of some weights is wrong, too."""
+    found = measured("sound")
+    weights = found.weights.clone()
+    for row in range(12):
+        weights[row, :, found.setup.entry_slot[row, row : row + 2]] = 0.0
+        if row % 2:
+            weights[row] /= weights[row].sum(-1, keepdim=True)
+    changed = dataclasses.replace(found.measurement, weights=weights)
+    examined = dataclasses.replace(found.examined, measurement=changed)
+    facts = weight_facts(dataclasses.replace(found, examined=examined))
+    assert [one.rows for one in facts] == [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))]
+    assert facts[0].text.startswith(
+        "rows 0, 2, 4, 6, 8, 10 give no weight to 2 of their keys; their"
+    )
+    assert facts[1].text == "rows 1, 3, 5, 7, 9, 11 give no weight to 2 of their keys"
+
+
+def test_every_key_without_a_weight_has_none():
+    """The facts are compared with the measured weights."""
+    found = measured("full_blocks_only")
+    facts = weight_facts(found)
+    assert [one.kind for one in facts] == ["missing", "missing"]
+    for row in range(12):
+        ctx_len = int(found.setup.ctx_len[row])
+        lost = torch.arange(ctx_len // 16 * 16, ctx_len)
+        slots = found.setup.entry_slot[row, lost]
+        assert float(found.expected[row][:, slots].max()) > 1e-3
+        assert float(found.weights[row][:, slots].abs().max()) == 0
+
+
+def test_a_diagnosis_states_them_if_nothing_describes_the_fault():
+    """The further cases have no sequence of nine new tokens, so they are right, and confirm nothing."""
+    case = Case(**FIELDS, backend=f"{hooked_attention.__file__}:own_key_of_row_8_lost")
+    found = attnlab.diagnose(case)
+    text = "row 8 (sequence 0, token 8) gives no weight to key 28, its own"
+    assert found.status == "unexplained"
+    assert found.sentences()[0] == found.conclusion == f"in this call, {text}"
+    assert found.sentences()[1].startswith("1 of 12 rows are wrong")
+    assert found.to_dict()["observed"] == [text]
+
+
+def test_wrong_rows_with_right_weights_are_stated():
+    case = Case(**FIELDS, backend=f"{hooked_attention.__file__}:own_key_of_row_8_lost")
+    found = with_facts(attnlab.diagnose(case), torch.tensor([5, 8]))
+    words = "the weights of row 5 are right, and the output is wrong"
+    assert found.observed[1:] == (words,)
