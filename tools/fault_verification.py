@@ -26,8 +26,6 @@ from attnlab.diagnosis.claims import (
     LeakClaim,
     PatternClaim,
     RepairClaim,
-    common_claims,
-    side_claims,
 )
 from attnlab.diagnosis.confirmation import features_of
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine
@@ -36,6 +34,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import claimed, compared, counts_slots, follows_from, leak_of
 from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.reruns import rows_equal, with_known_contents
+from attnlab.diagnosis.side_claims import common_claims, side_claims
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab

@@ -28,9 +28,7 @@ from attnlab.diagnosis.claims import (
     AccessClaim,
     AccessFacts,
     KernelLocation,
-    confirmed_side_claims,
     recorded_facts,
-    side_claims,
 )
 from attnlab.diagnosis.confirmation import find_rule, processes_of, with_features
 from attnlab.diagnosis.decision import (
@@ -54,6 +52,7 @@ from attnlab.diagnosis.refinement import (
 )
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
+from attnlab.diagnosis.side_claims import confirmed_side_claims, side_claims
 from attnlab.diagnosis.trials import FULL, Limit
 from attnlab.diagnosis.written_cache import diagnose_write
 from attnlab.kernels.binding import scratch_full_of

@@ -28,10 +28,10 @@ from attnlab.diagnosis.claims import (
     PatternClaim,
     PrecisionClaim,
     RepairClaim,
-    SideClaim,
 )
 from attnlab.diagnosis.pattern import Pattern, list_text
 from attnlab.diagnosis.reruns import SECOND_SCALES
+from attnlab.diagnosis.side_claims import SideClaim
 from attnlab.kernels.control import Instability, controlled, rows_agree
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, make_problem, sample_rows

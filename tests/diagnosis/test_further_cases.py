@@ -11,7 +11,6 @@ from helpers.tiled_attention import tiled_attention
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
-from attnlab.diagnosis.claims import _laws, confirmed_side_claims, side_claims
 from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose, with_bad_lines
@@ -19,6 +18,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.output_rules import NO_CONTEXT, wrong_addresses
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_weights
 from attnlab.diagnosis.reruns import further_cases, second_cases
+from attnlab.diagnosis.side_claims import _laws, confirmed_side_claims, side_claims
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
