@@ -474,14 +474,18 @@ def confirmed_precision(lab: Lab, case: Case, kernel: "Kernel") -> PrecisionClai
     assert rounding is not None
 
     def measured(other: Case) -> float | None:
-        """Return the rounding of a further Case with a wrong output, 0 for none; None refutes it."""
+        """Return the rounding of a further Case with a wrong output, 0 if that shows none or takes long; None
+        refutes it."""
+        began = time.perf_counter()
         for known, _, found in examined(
             lab, [with_known_contents(other)], kernel.run, describes=True
         ):
-            if not len(found.evidence.locations.wrong_rows) or not can_xray(known, 0.0):
+            if not len(found.evidence.locations.wrong_rows):
                 return 0.0
             if not _is_small(found.diagnosis.pattern):
                 return None
+            if not can_xray(known, time.perf_counter() - began):
+                return 0.0
             with suppress(AttnLabError):
                 return rounding(known)
         return 0.0

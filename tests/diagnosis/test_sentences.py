@@ -91,6 +91,19 @@ def test_lines_that_no_rerun_confirms_are_data_alone():
     assert [one.line for one in confirmed.confirmed_lines] == [7]
 
 
+def test_what_was_measured_in_this_call_is_the_conclusion_of_an_unexplained_output():
+    facts = ("row 3 gives no weight to key 7, its own", "row 4 gives every key twice its weight")
+    found = dataclasses.replace(
+        EXPLAINED, status="unexplained", cause=None, explanations=[], repair=None, observed=facts
+    )
+    first, second, *others = found.sentences()
+    assert first == found.conclusion == f"in this call, {facts[0]}"
+    assert second == f"in this call, {facts[1]}"
+    assert others[0].startswith("1 of 4 rows are wrong")
+    without = dataclasses.replace(found, observed=())
+    assert without.sentences()[0] == "unexplained: none of 0 candidates explains the output"
+
+
 def test_a_description_is_the_rule_itself():
     fact = Fact(kind="factor", where="head 3", what="half of the correct output", accounts_for=4)
     found = Diagnosis(status="described", pattern=Pattern(facts=(fact,), wrong_cells=4))
