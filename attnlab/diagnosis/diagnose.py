@@ -41,6 +41,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.diagnosis import Diagnosis, Distinction, find_distinction
 from attnlab.diagnosis.lines import lines_of, locate_lines
+from attnlab.diagnosis.parts import is_part_fact
 from attnlab.diagnosis.pattern import PLACES, Pattern
 from attnlab.diagnosis.refinement import (
     Kernel,
@@ -144,6 +145,8 @@ def claim_of_facts(found: Sequence[AccessFacts]) -> AccessClaim | None:
         return None
     refuted = frozenset[str]().union(*(one.refuted for one in found))
     names = sorted({name for one in wrong for name in one.places} - refuted)
+    if sum(map(is_part_fact, names)) > 1:  # they exclude each other
+        names = [name for name in names if not is_part_fact(name)]
     alone = tuple(name for name in names if all(one.covers(name) for one in wrong))
     if alone:
         return AccessClaim(facts=alone, cases=cases)

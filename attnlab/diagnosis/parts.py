@@ -13,7 +13,9 @@ import torch
 from attnlab.kernels.binding import evaluate
 from attnlab.kernels.triton.probe import Elements, LaunchLog, joined
 from attnlab.lab.problem import Problem
+from attnlab.library.op import names_in
 
+_RIGHT_PARTS, _RIGHT_MERGE = "stores are right", "merges them rightly"
 _ULPS = 4.0  # two roundings of one number, and of the sum before it
 
 
@@ -47,9 +49,14 @@ def part_facts(
     is_same = (is_same | ((merged - output).abs() <= slack)).all(-1)
     merging, storing = _name(launches[at]), _name(launches[at - 1])
     if bool((found := is_wrong & is_right).any()):
-        yield f"{merging} merges wrongly: the parts that {storing} stores are right", found
+        yield f"{merging} merges wrongly: the parts that {storing} {_RIGHT_PARTS}", found
     if bool((found := is_wrong & ~is_right & is_same).any()):
-        yield f"{storing} stores wrong parts: {merging} merges them rightly", found
+        yield f"{storing} stores wrong parts: {merging} {_RIGHT_MERGE}", found
+
+
+def is_part_fact(fact: str) -> bool:
+    """Answer whether a statement says which of the two kernels is wrong."""
+    return fact.endswith((_RIGHT_PARTS, _RIGHT_MERGE))
 
 
 def _name(launch: LaunchLog) -> str:
@@ -61,11 +68,13 @@ def _merged(parts: Mapping[str, str], launch: LaunchLog, stored: np.ndarray) -> 
 
     ``stored``: addresses (uint64). None if the launch has other parts than the record describes.
     """
-    given = {**launch.arguments, "ln2": math.log(2)}
+    given = {**launch.arguments, "ln2": math.log(2), "arange": torch.arange}
     masks = {
-        name: Elements(value).at(stored) if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-        if name in parts["logarithms"]
+        name: Elements(value).at(stored)
+        for name, value in launch.arguments.items()
+        if name in names_in(parts["logarithms"])
+        and isinstance(value, torch.Tensor)
+        and value.is_floating_point()
     }
     values, logarithms, sums, sinks = (
         evaluate(parts.get(field, "None"), given)

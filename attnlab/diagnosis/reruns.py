@@ -98,6 +98,11 @@ def further_cases(case: Case) -> Iterator[Case]:
             yield other
     if case.sliding_window:
         yield from _with_other_windows(case, only_decodes)
+    if case.spec.parts:  # two parts of several tiles each, so that a tile is not taken for a part
+        pairs = ((1, 101), (1 if only_decodes else 5, 74), (1, 43))
+        other = _longer_case(case, pairs, 29, num_splits=2)
+        if other is not None:
+            yield other
 
 
 def _with_other_windows(case: Case, only_decodes: bool) -> Iterator[Case]:

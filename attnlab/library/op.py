@@ -90,7 +90,8 @@ class Op:
     - ``parts``: of an op whose one kernel stores parts of sequences that another one merges, expressions in
       the arguments of the latter, ``kernel``: ``values`` [rows, heads, parts, size], numerators;
       ``logarithms`` and ``sums`` [rows, heads, parts], of the factors of the parts and their denominators
-      (1 without it); ``sinks`` [heads], further logarithms that the merge adds.
+      (1 without it); ``sinks`` [heads], further logarithms that the merge adds. They may use "ln2" and
+      "arange".
     - ``masks``: of an op of another library than vLLM, the masks that it has arguments for
       (:mod:`attnlab.case.masks`). ``adds_bias``: a mask of it can add numbers to scores, not only hide keys.
     - ``left_out``: what the op can but a check does not run, or a caller may not ask for, with the reason.

@@ -181,6 +181,15 @@ RESHAPE_AND_CACHE_FLASH = Op(
     hnd=True,
 )
 
+
+def _segments(name: str, sizes: str) -> str:
+    """Return the parts of the rows in a workspace of segmented_attention, by token and head."""
+    count = f"(STARTS.shape[0] - 1) * QCAP * HQ * {sizes.replace(',', ' *')}"
+    shape = f"-1, HK, QCAP, HQ // HK, {sizes}"
+    is_token = "(STARTS[1:] - STARTS[:-1])[:, None] > arange(QCAP)"
+    return f"{name}[: {count}].view({shape}).transpose(1, 2).flatten(2, 3)[{is_token}]"
+
+
 # The op segmented_attention of vLLM's backend for Radeon GPUs (rocm_segmented_attn.py, 0.33.0).
 SEGMENTED_ATTENTION = Op(
     name="segmented_attention",
@@ -203,6 +212,11 @@ SEGMENTED_ATTENTION = Op(
         "workspace": "The op allocates it if it gets none.",
     },
     own_splits=(1, 2, 4, 8, 16, 32, 64),
+    parts={
+        "kernel": "_segmented_attention_reduce",
+        "values": _segments("PART", "SPLITS, D"),
+        "logarithms": f"{_segments('LSE', 'SPLITS')} * ln2",
+    },
     left_out={
         "config": "tiles that a tuner found",
         "rows of more than 8192 new tokens": "the caller computes them with unified_attention",
