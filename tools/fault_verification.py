@@ -83,8 +83,10 @@ def fresh_cases(case: Case, only_decodes: bool = False, *, is_small: bool = True
             continue
 
 
-def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the kind of a diagnosis, and whether fresh cases confirm it."""
+def answer_of(
+    lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis, unchanged: Lab
+) -> dict[str, Any]:
+    """Return the kind of a diagnosis, and whether fresh cases confirm it; ``unchanged``: has the sound op."""
     names = [candidate.name for candidate in diagnosis.explanations]
     base = {"status": diagnosis.status, "names": names, "said": diagnosis.sentences()}
     if names:
@@ -119,7 +121,10 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.is_by_repair:
         return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     judges: dict[str, tuple[Any, Callable[[], bool]]] = {
-        "its accesses": (diagnosis.accesses, lambda: _accessed(lab, case, diagnosis.accesses)),
+        "its accesses": (
+            diagnosis.accesses,
+            lambda: _accessed((lab, unchanged), case, diagnosis.accesses),
+        ),
         "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case, diagnosis.leak)),
         "precision": (diagnosis.precision, lambda: _is_rounding(lab, case)),
         "its features": (diagnosis.features, lambda: _needs(lab, case, diagnosis.features)),
@@ -171,7 +176,7 @@ def judged_lines(
         )
     for fact in diagnosis.observed if diagnosis.repair is not None else ():
         one = AccessClaim(some=(fact,), cases=1)
-        judges[f"in this call, {fact}"] = lambda one=one: _accessed(lab, case, one)  # type: ignore[misc]
+        judges[f"in this call, {fact}"] = lambda one=one: _accessed((lab,), case, one)  # type: ignore[misc]
     places = {*diagnosis.place_sentences(), *diagnosis.pattern.sentences()}
     places |= {one.text for one in diagnosis.side_errors}
     if diagnosis.status == "unexplained":  # measured in this call
@@ -361,10 +366,13 @@ def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
     return decisive > 0
 
 
-def _accessed(lab: Lab, case: Case, claim: AccessClaim | None) -> bool:
-    """Return whether the stated accesses concern every wrong row of fresh outputs, and no right output."""
+def _accessed(labs: Sequence[Lab], case: Case, claim: AccessClaim | None) -> bool:
+    """Return whether the stated accesses concern every wrong row of fresh outputs, and no right output.
+
+    ``labs``: with the mutant, and with the unchanged op.
+    """
     assert claim is not None
-    found = [access_facts(lab, fresh, lab.run) for fresh in fresh_cases(case)]
+    found = [access_facts(lab, fresh, lab.run) for lab in labs for fresh in fresh_cases(case)]
     is_decisive = any(bool(one.is_wrong.any()) for one in found)
     return is_decisive and all(claim.holds_in(one) for one in found)
 

@@ -381,7 +381,8 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab, root: Path) -> d
             if i < num_checked and (faults := faults_of(lab, backend, case, known)):
                 runs = list(zip(cases, sound["outputs"], strict=True))[:num_checked]
                 faults["check_s"] = round(processor_s() - began, 1)
-                said = named(lab, backend, case, runs, partial(is_planted, order, root))
+                labs = (lab, Lab(source=order["root"], device="cpu"))
+                said = named(labs, backend, case, runs, partial(is_planted, order, root))
                 return {"class": "found", "case": i, **faults, **said}
             if is_new_error(lab, backend, case, got, expected):
                 missed.append((i, case))
@@ -486,13 +487,17 @@ def is_new_error(
 
 
 def named(
-    lab: Lab,
+    labs: tuple[Lab, Lab],
     backend: Backend,
     case: Case,
     sound: SoundRuns,
     planted: Callable[[str, int], bool],
 ) -> dict[str, Any]:
-    """Diagnose the wrong output of a case, and verify the statements on fresh cases."""
+    """Diagnose the wrong output of a case, and verify the statements on fresh cases.
+
+    ``labs``: with the mutant, and with the unchanged op.
+    """
+    lab, unchanged = labs
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
     case = case.replace(backend=backend.name)
@@ -503,7 +508,7 @@ def named(
         if diagnosis.status == "rejected":
             return {"answer": "fails", "error": diagnosis.rejection}
         answer = of_argument if case.op_argument != NONE else answer_of
-        found = answer(lab, backend, case, diagnosis)
+        found = answer(lab, backend, case, diagnosis, unchanged)
         if diagnosis.is_by_repair and diagnosis.repair is not None:
             what = repair_verdict(lab, diagnosis.repair, sound, planted)
             found["repair_is"] = what
@@ -523,15 +528,17 @@ def named(
     return found
 
 
-def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
+def of_argument(
+    lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis, unchanged: Lab
+) -> dict[str, Any]:
     """Return the answer for a Case with an op argument.
 
     If the output is wrong without the argument, too, the diagnosis is about that output.
     """
     plain = case.replace(op_argument=NONE)
     if diagnose(plain, lab=lab, defects=(), propose=False, limit=None).is_wrong:
-        return answer_of(lab, backend, plain, diagnosis)
-    return answer_of(lab, backend, case, diagnosis)
+        return answer_of(lab, backend, plain, diagnosis, unchanged)
+    return answer_of(lab, backend, case, diagnosis, unchanged)
 
 
 def readable(result: dict[str, Any]) -> str:

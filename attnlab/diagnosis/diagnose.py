@@ -210,9 +210,10 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[_Found]:
             yield what, _rows_in(case, entry.seq)
         places = {place for found in entry.slots.values() for place in found}
         read.setdefault((kind, entry.seq), set()).update(places)
-    traced = {kind for kind, _ in read}
+    traced = {kind for kind, _ in read}  # of a copy of the cache, no reads are traced
     is_whole = case.backend == "vllm" and ROCM_DECODE not in decide(case).kernels
-    if is_whole and case.op_argument == NONE:  # others may read a copy of the cache
+    is_own = case.spec.attends_to_cache and not case.spec.copies_cache
+    if is_whole and is_own and case.op_argument == NONE:
         traced = {"keys", "values"}
     for kind in sorted(traced - {"values" if case.interleave_v else ""}):
         for seq, slots in _needed(lab, case).items():

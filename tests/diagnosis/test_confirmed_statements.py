@@ -3,17 +3,21 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import faulty_attention
 from helpers.cases import hostile
 from helpers.faulty_labs import FaultyLab, run_models
+from helpers.sources import needs_triton, of_release
 
 from attnlab.case.case import Case
-from attnlab.case.ops import DECODE_FWD
+from attnlab.case.ops import DECODE_FWD, OPS, TRITON_OPS
+from attnlab.checker.hostile import hostile_cases
 from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.defects import DEFECTS
+from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.address_rules import address_defects
 from attnlab.diagnosis.claims import ALL, FeatureClaim, PatternClaim
 from attnlab.diagnosis.confirmation import confirmed_features, find_rule, with_second_cases
@@ -21,6 +25,7 @@ from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose, with_accesses
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_leak
+from attnlab.kernels import find_backend
 from attnlab.kernels.binding import scratch
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import make_problem
@@ -234,6 +239,32 @@ def test_a_cache_that_is_never_read_describes_a_fault():
     assert {
         f"cached {kind} that a sequence must read are never read" for kind in ("keys", "values")
     } <= {*facts}
+
+
+@pytest.mark.parametrize(
+    ("op", "is_fact"),
+    [("unified_attention", True), ("merge_attn_states", False), ("turboquant_decode", False)],
+)
+def test_a_cache_that_an_op_does_not_get_needs_no_read(op, is_fact):
+    """The one merges what others computed, the other gets its cache in a form of its own."""
+    case = Case(op=op, backend="vllm", query_lens=(1, 1), ctx_lens=(20, 9), trace_reads=True)
+    ran = SimpleNamespace(memory=MemoryReport(slots=(), unwritten=()))
+    assert bool(list(diagnosing._reads(Lab(), case, ran))) == is_fact
+
+
+@needs_triton
+@pytest.mark.releases
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if not OPS[op].writes_cache])
+def test_right_kernels_read_what_they_must(op):
+    lab, ran = Lab(source=of_release("0.33.0").path, device="cpu"), 0
+    backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
+    for case in list(hostile_cases(backend, op, "sm_90", None, 0))[::5]:
+        traced = case.replace(trace_reads=True, output_init="recycled")
+        result = lab.run(traced)
+        if result.status == "match" and not traced.first_block:
+            ran += 1
+            assert not [fact for fact, _ in diagnosing._reads(lab, traced, result)]
+    assert ran
 
 
 def test_a_read_that_right_outputs_share_describes_nothing():
