@@ -401,7 +401,7 @@ class PatternClaim:
     - ``sequences``, ``rows``: rules in words, each selects exactly the wrong ones, simplest first.
     - ``heads``: the wrong heads; ``all_heads``: whether these are all. ``elements``: the wrong elements of
       each head, None for all.
-    - ``only_decodes``: no sequence had several new tokens.
+    - ``only_decodes``: no sequence had several new tokens, of an op that computes such sequences, too.
     - ``values``: what the wrong cells hold, such as "all zeros", if that accounts for all of them. Of a wrong
       softmax scale, all expressions that give its number.
     """
@@ -499,7 +499,7 @@ def claim_of(
         all_heads=heads == ran_heads,
         elements=tuple(elements[0]) if elements else None,
         values=_values(pattern) if pattern.is_complete else frozenset(),
-        only_decodes=max(sizes.query_lens, default=0) <= 1,
+        only_decodes=sizes.takes_prefills and max(sizes.query_lens, default=0) <= 1,
     )
 
 

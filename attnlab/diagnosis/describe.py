@@ -745,4 +745,5 @@ def sizes_of(problem: Problem) -> Sizes:
         block_size=problem.call.block_size,
         num_queries_per_kv=problem.call.num_queries_per_kv,
         partition_size=problem.partition_size,
+        takes_prefills=problem.call.spec.prefill,
     )

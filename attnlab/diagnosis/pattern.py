@@ -126,6 +126,7 @@ class Sizes:
     - ``row_starts``: the prefix sums of ``query_lens``, length num_seqs + 1.
     - ``block_size``: slots per block; ``num_queries_per_kv``: query heads per KV head.
     - ``partition_size``: keys per partition, of kernels that merge partitions.
+    - ``takes_prefills``: the op computes sequences with several new tokens, too.
     """
 
     seqs: tuple[int, ...]
@@ -135,6 +136,7 @@ class Sizes:
     block_size: int
     num_queries_per_kv: int
     partition_size: int = PARTITION_SIZE
+    takes_prefills: bool = True
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence, context and new."""

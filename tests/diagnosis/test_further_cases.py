@@ -138,6 +138,13 @@ def test_a_pattern_that_decodes_show_is_stated_of_decodes():
     assert claim_of(MIXED, spoil) is None
 
 
+def test_a_pattern_of_an_op_for_decodes_is_general():
+    text = claim_of(DECODES.replace(op="decode_attention_fwd"), ones_in_head_1)
+    assert text is not None
+    assert "in heads 1" in text
+    assert "decodes" not in text
+
+
 def test_a_pattern_that_one_further_case_contradicts_is_not_stated():
     def spoil(case: Case, output: torch.Tensor) -> None:
         output[:, 1 if case == MIXED else 2] = 1.0
