@@ -419,7 +419,7 @@ def _measures(lab: Lab, case: Case, weights: DescribedWeights) -> bool:
 
 
 def _is_rounding(lab: Lab, case: Case) -> bool:
-    """Return whether rounding to bfloat16 explains the weights of fresh cases, some of which are wrong."""
+    """Return whether rounding to bfloat16 explains the weights of fresh cases, and some are wrong."""
     found = list[float | None]()
     for fresh in fresh_cases(case, max(case.lengths.query_lens) == 1):
         with suppress(AttnLabError):

@@ -54,6 +54,11 @@ def _cases(count: int) -> str:
     return "case" if count == 1 else "cases"
 
 
+def in_decodes(text: str, only_decodes: bool) -> str:
+    """Return a statement with its scope, if that is batches of decodes alone."""
+    return f"{text} (in batches of decodes)" if only_decodes else text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmedRule(Claim):
     """A rule that explains an output and those of further cases.
@@ -71,7 +76,7 @@ class ConfirmedRule(Claim):
         """Return what the kernel does, where, and the rules that no case separates from it."""
         laws = (self.candidate.text, *(one.text for one in self.others))
         found = ", or ".join(laws) + (": no case separates them" if self.others else "")
-        return f"{found} (in batches of decodes)" if self.only_decodes else found
+        return in_decodes(found, self.only_decodes)
 
     @property
     def said(self) -> str:
@@ -121,10 +126,10 @@ class DescribedWeights(Claim):
     @property
     def said(self) -> str:
         """Return the description in words."""
-        scope = " (in batches of decodes)" if self.only_decodes else ""
+        text = self.description.text
         if self.right_decodes:
-            scope = " (batches of decodes alone are right)"
-        return f"{self.description.text}{scope}"
+            return f"{text} (batches of decodes alone are right)"
+        return in_decodes(text, self.only_decodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +146,7 @@ class PrecisionClaim(Claim):
     @property
     def said(self) -> str:
         """Return the claim in words."""
-        return rounding_text(self.largest) + (
-            " (in batches of decodes)" if self.only_decodes else ""
-        )
+        return in_decodes(rounding_text(self.largest), self.only_decodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,7 +475,7 @@ class PatternClaim:
         if self.values:
             shown = self.values - _GENERAL or self.values
             words = [f"{', '.join(words)}: {'; '.join(sorted(shown))}"]
-        return ", ".join(words) + (" (in batches of decodes)" if self.only_decodes else "")
+        return in_decodes(", ".join(words), self.only_decodes)
 
 
 def claim_of(

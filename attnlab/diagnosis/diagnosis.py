@@ -28,6 +28,7 @@ from attnlab.diagnosis.claims import (
     PatternClaim,
     PrecisionClaim,
     RepairClaim,
+    in_decodes,
 )
 from attnlab.diagnosis.pattern import Pattern, list_text
 from attnlab.diagnosis.reruns import SECOND_SCALES
@@ -631,8 +632,8 @@ class Diagnosis(Shown):
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
         where = "" if self.cause.scope.rows == "all" else f" in {self.cause.scope.text}"
-        ran = " (in batches of decodes)" if self.cause.only_decodes else ""
-        return f"{self.cause.name}{where}: {self.cause.text}{ran}{same}"
+        text = in_decodes(self.cause.text, self.cause.only_decodes)
+        return f"{self.cause.name}{where}: {text}{same}"
 
     def _bad_lines_text(self) -> str:
         """Return which lines have a bad access or an overflow wherever a further output is wrong."""

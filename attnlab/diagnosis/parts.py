@@ -33,14 +33,14 @@ def part_facts(
     [num_tokens, num_heads] bool.
     """
     at = next((i for i, one in enumerate(launches) if _name(one) == parts.get("kernel")), 0)
-    if not at or output.element_size() == 1:
+    if not at or output.element_size() == 1 or not bool(is_wrong.any()):
         return
     stores = [joined(log.stores) for launch in launches[:at] for log in launch.programs]
     merged = _merged(parts, launches[at], np.unique(np.concatenate(stores)))
-    right = problem.correct_output()
     if merged is None or any(a < b for a, b in zip(merged.shape, output.shape, strict=True)):
         return
     merged, output = merged[: len(output), : output.shape[1], : output.shape[2]], output.double()
+    right = problem.correct_output()
     if right.output.shape != output.shape:  # the values of MLA are a part of its keys
         return
     is_right = ((merged - right.output).abs() <= right.bound).all(-1)
@@ -84,17 +84,16 @@ def _merged(parts: Mapping[str, str], launch: LaunchLog, stored: np.ndarray) -> 
     if values.dim() != 4 or logarithms.shape != values.shape[:3]:
         return None
     logarithms = logarithms.double().where(is_stored, -torch.inf)
-    sums = torch.ones_like(logarithms) if sums is None else sums.double().where(is_stored, 0.0)
-    values = values.double().where(is_stored[..., None], 0.0)
-    if sinks is not None:  # one more part, with a value of 0
-        sink = sinks.double().expand(logarithms.shape[:2])[..., None]
-        logarithms = torch.cat([logarithms, sink], -1)
-        sums = torch.cat([sums, torch.ones_like(sink)], -1)
-        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
+    sums = torch.ones_like(logarithms) if sums is None else sums.double()
     highest = logarithms.amax(-1, keepdim=True)
-    factors = (logarithms - highest.where(highest > -torch.inf, 0.0)).exp()
-    # A part without a key may hold anything.
-    used = torch.where(factors[..., None] == 0, 0.0, values * factors[..., None])
+    if sinks is not None:
+        highest = highest.maximum(sinks.double()[:, None])
+    highest = highest.where(highest > -torch.inf, 0.0)
+    factors = (logarithms - highest).exp()
+    # A part that is not stored, or has no key, may hold anything.
+    used = torch.where(factors[..., None] == 0, 0.0, values.double() * factors[..., None])
     total = (sums * factors).where(factors != 0, 0.0).sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks.double()[:, None] - highest).exp()
     merged: torch.Tensor = used.sum(2) / total.where(total != 0, 1.0)
     return merged

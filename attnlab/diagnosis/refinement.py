@@ -130,7 +130,7 @@ def _weights_true_of_outside(
 ) -> Sequence[Description]:
     """Return the descriptions from which a run with other numbers outside of all tensors follows, too."""
     known = with_known_contents(case)
-    output = output_of_outside(rerun, known)
+    output = output_of_outside(rerun, known) if descriptions else None
     if output is None:
         return descriptions
     found = examine(lab, known, output, (), Pattern())
@@ -374,7 +374,7 @@ def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
         return None
 
 
-# Compare what is said about values with a run in which loads outside of all tensors get other numbers than 0.
+# Compare statements about values with a run that loads other numbers than 0 outside of all tensors.
 
 
 def true_of_outside(lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Rerun) -> Diagnosis:
@@ -513,8 +513,8 @@ class Kernel:
 
     ``run``: runs a Case; ``run_with``: runs a Case with another cache than ``cache_of`` returns for it, or
     None; ``xray``: measures the weights; ``rounding``: as :func:`attnlab.weights.conclude.rounding_of`. All
-    outputs are on the CPU. ``is_deterministic``: as
-    ``Backend.is_deterministic``. ``processes``: how many processes may run it at a time.
+    outputs are on the CPU. ``is_deterministic``: as ``Backend.is_deterministic``. ``processes``: how many
+    processes may run it at a time.
     """
 
     run: Rerun

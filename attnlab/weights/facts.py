@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ _FLOOR = 4.0  # absolute precisions: a weight up to this is none
 _CLEAR = 50.0  # floors of a weight whose factor is known
 _SURE = 8.0  # floors that a weight must have to be missed
 _SAME = 4.0  # bounds within which weights have one factor
-_MOST = 2000  # rows × heads with wrong weights, of which facts are stated
+_MOST = 2000  # wrong rows × heads; with more of them, no fact is stated
 MOST_FACTS = 3
 _MOST_RUNS = 3  # ranges of keys that are listed
 _SEVERAL = {"s": "", "its": "their", "has": "have"}
@@ -29,15 +28,6 @@ class WeightFact:
     rows: tuple[int, ...]
     heads: tuple[int, ...]
     text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
-        return {
-            "kind": self.kind,
-            "rows": list(self.rows),
-            "heads": list(self.heads),
-            "text": self.text,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def launches(parts: torch.Tensor, is_stored: torch.Tensor, **arguments) -> list[
 
 
 def two_parts(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return three parts of each row, of which two are stored: they merge to the right output."""
+    """Return three parts of each row, and which two are stored. These merge to the right output."""
     right = problem.correct_output().output.float()
     parts = torch.full((*right.shape[:2], 3, right.shape[2] + 1), torch.nan)
     weights = math.exp(1.0) + math.exp(-3.0)

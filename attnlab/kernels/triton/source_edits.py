@@ -490,8 +490,8 @@ class Edit:
     def switches(self, text: str) -> Iterator["Edit"]:
         """Yield the edits that leave out one alternative of a choice, if this one changes what it depends on.
 
-        That is a branch of an if statement, which then never runs, or an operand of a conditional expression
-        or a selection (``tl.where``), in place of which the other one is taken always.
+        In an if statement, the branch never runs. In a conditional expression, and in ``tl.where``, the other
+        operand is always taken.
         """
         choices = ((node, _choice(node)) for node in ast.walk(ast.parse(text)))
         around = [(node, found) for node, found in choices if self._is_in(text, found[:1])]
