@@ -7,6 +7,7 @@ A statement about accesses, such as "scratch memory that no kernel has written i
 call and is still wrong if it does not concern exactly the wrong rows of the fresh outputs.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -367,14 +368,22 @@ def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
 
 
 def _accessed(labs: Sequence[Lab], case: Case, claim: AccessClaim | None) -> bool:
-    """Return whether the stated accesses concern every wrong row of fresh outputs, and no right output.
+    """Return whether the stated accesses concern every wrong row of fresh outputs, no right output, and no
+    output of the unchanged op, which may have a fault of its own.
 
-    ``labs``: with the mutant, and with the unchanged op.
+    ``labs``: with the mutant, and with the unchanged op, if that is compared.
     """
     assert claim is not None
-    found = [access_facts(lab, fresh, lab.run) for lab in labs for fresh in fresh_cases(case)]
+    said = {*claim.facts, *claim.either, *claim.some}
+    found, *sound = (
+        [access_facts(lab, fresh, lab.run) for fresh in fresh_cases(case)] for lab in labs
+    )
     is_decisive = any(bool(one.is_wrong.any()) for one in found)
-    return is_decisive and all(claim.holds_in(one) for one in found)
+    is_planted = not any(
+        said & (one.places.keys() if bool(one.is_wrong.any()) else one.refuted)
+        for one in itertools.chain(*sound)
+    )
+    return is_decisive and is_planted and all(claim.holds_in(one) for one in found)
 
 
 def _leaks(lab: Lab, backend: Backend, case: Case, claim: LeakClaim | None) -> bool:

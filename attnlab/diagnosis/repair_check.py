@@ -684,7 +684,14 @@ class Proof:
         return self.runs[key]
 
     def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
-        ran = self._result(slots, repair)
+        """Answer whether the output is right, None if the kernel raises.
+
+        With an edit, what is right with NaN is right with finite numbers, too.
+        """
+        first = slots if repair is None else "nan"
+        ran = self._result(first, repair)
+        if slots != first and not (ran is not None and ran[0]):
+            ran = self._result(slots, repair)
         return None if ran is None else ran[0]
 
     @property
@@ -718,15 +725,17 @@ class Proof:
         """
         if self.has_freed and self._spreads_nan(repair):
             return True
-        edited, plain = (self._result("garbage", one) for one in (repair, None))
-        if edited is None:
-            return plain is not None
-        return not (edited[0] or self.is_untouched(repair))
+        right = self._is_right("garbage", repair)
+        if right is None:
+            return self._is_right("garbage", None) is not None
+        return not (right or self.is_untouched(repair))
 
     def is_untouched(self, repair: Repair) -> bool:
         """Answer whether an output is wrong, and has the same bits with an edit and without it."""
+        if self._is_right("garbage", None) is not False or self._is_right("garbage", repair):
+            return False
         edited, plain = (self._result("garbage", one) for one in (repair, None))
-        if edited is None or plain is None or plain[0] or edited[1].shape != plain[1].shape:
+        if edited is None or plain is None or edited[1].shape != plain[1].shape:
             return False
         return bool(rows_equal(edited[1], plain[1]).all())
 

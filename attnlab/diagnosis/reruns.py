@@ -65,11 +65,15 @@ def second_cases(case: Case) -> Iterator[Case]:
     """Yield cases in which an explanation must hold again: the second case, one without short sequences that
     has decodes and prefills if the same kernels serve both, and one with more heads. If only decodes ran, a
     further batch of decodes follows, because an op may compute those in another way; its blocks have another
-    size, if the op has one, so that a part of as many tokens as a block is not taken for one."""
+    size, if the op has one, so that a part of as many tokens as a block is not taken for one. Of a scale with
+    which one key has nearly all weight, the case with the default scale comes first: sums of weights are 1 in
+    each tile else."""
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     mixed = _longer_case(case, _MIXED, 7)
     few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)
     found = [second_case(case), mixed or other_case(case), few and with_more_heads(few)]
+    if (case.sm_scale or 0) > 1 and "sm_scale" not in _FIXED.get():
+        found.insert(0, case.replace(sm_scale=None))
     if only_decodes:
         decodes = _longer_case(case, _DECODES, 11)
         found.append(decodes and _with_other_blocks(decodes))

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import cycle, islice
 from typing import Any
 
@@ -42,6 +42,9 @@ from attnlab.tensors.quantised import OUTPUT_SCALE
 # Edited kernels: the text of a kernel that ran, and its interpreted forms with edits.
 
 _TOGETHER = 96  # edits of a function that run one after another, before those of others
+# How many edits of a function are compiled together, then those after them, then the rest: an early edit may
+# repair everything.
+_COMPILED = (96, 384, None)
 _ALONE = "alone"
 
 
@@ -103,16 +106,21 @@ def _shares(found: Sequence[Found], count: int) -> list[list[int]]:
 
 
 class EditedForms:
-    """Compiles edited kernels, all edits of a function together."""
+    """Compiles edited kernels, many edits of a function together."""
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._found = found
-        self._left: dict[Any, list[int]] = {}  # edits of a function that did not run yet
-        self._forms: dict[Any, tuple[Any, frozenset[int]]] = {}
+        self._batches: dict[int, tuple[int, ...]] = {}  # the edits that are compiled with one
+        self._forms: dict[tuple[int, ...], tuple[Any, frozenset[int]]] = {}
         self._outputs: dict[int, torch.Tensor | str | None] = {}
         self.shares: dict[int, tuple[float, bool]] = {}  # as of Trials, by the id of an output
+        of_functions = dict[Any, list[int]]()
         for number, (kernel, text, _) in enumerate(found):
-            self._left.setdefault((id(kernel), text), []).append(number)
+            of_functions.setdefault((id(kernel), text), []).append(number)
+        for numbers in of_functions.values():
+            left = iter(numbers)
+            for batch in (tuple(islice(left, count)) for count in _COMPILED):
+                self._batches |= dict.fromkeys(batch, batch)
 
     def output(
         self, number: int, replay: Replay, units: Sequence[Unit]
@@ -125,47 +133,43 @@ class EditedForms:
         if replay.is_judged_alone:
             return _ALONE
         if number not in self._outputs:
-            kernel, text, _ = self._found[number]
-            left = self._left[id(kernel), text]
-            chosen, left[:] = left[:_TOGETHER], left[_TOGETHER:]
-            form, known = self._form(kernel, text, (*chosen, *left))
+            kernel, batch = self._found[number][0], self._batches[number]
+            chosen = batch[batch.index(number) :][:_TOGETHER]
+            form, known = self._form(batch)
             in_order = sorted(known.intersection(chosen), key=lambda one: self._found[one][2].start)
             ran = replay.run_edits(units, kernel.function, form, in_order) if in_order else {}
             self._outputs |= {**dict.fromkeys(chosen, _ALONE), **ran}
         return self._outputs[number]
 
-    def _form(
-        self, kernel: KernelText, text: str, numbers: Sequence[int]
-    ) -> tuple[Any, frozenset[int]]:
+    def _form(self, batch: tuple[int, ...]) -> tuple[Any, frozenset[int]]:
         """Return a function with edits, and the numbers of those that it has."""
-        key = id(kernel), text
-        if key not in self._forms:
-            changes = {one: self._found[one][2].changes for one in numbers}
+        if batch not in self._forms:
+            kernel, text, _ = self._found[batch[0]]
+            changes = {one: self._found[one][2].changes for one in batch}
             try:
-                self._forms[key] = compile_edits(kernel.function, text, changes)
+                self._forms[batch] = compile_edits(kernel.function, text, changes)
             except Exception:  # lockstep refuses the function, or Python one of the edits
-                self._forms[key] = None, frozenset()
-        return self._forms[key]
+                self._forms[batch] = None, frozenset()
+        return self._forms[batch]
 
-    def form_together(self, number: int) -> Any:
-        """Return the form with an edit that a batch of programs runs, or None if lockstep refuses it."""
+    def form_together(self, number: int) -> dict[Any, Any]:
+        """Return the form with an edit that a batch of programs runs, by its function; none if lockstep or
+        Python refuses it."""
         kernel, text, edit = self._found[number]
         try:
-            return compile_lockstep(kernel.function, ast.parse(edit.apply(text)))
-        except Exception:  # as in :meth:`compiled`
-            return None
+            return {
+                kernel.function.fn: compile_lockstep(kernel.function, ast.parse(edit.apply(text)))
+            }
+        except Exception:  # an edited text may be no Python
+            return {}
 
-    def function(self, number: int) -> Any:
-        """Return the function that an edit changes."""
-        return self._found[number][0].function
+    def edited(self, number: int) -> dict[Any, Callable[[], Any]]:
+        """Return what makes the interpreted form with an edit, once, by the function that it changes.
 
-    def compiled(self, number: int) -> Any:
-        """Return the interpreted form with an edit, or None if Python or the interpreter rejects its text."""
+        It raises what Python or the interpreter raises for the text.
+        """
         kernel, text, edit = self._found[number]
-        try:
-            return compile_text(kernel.function, edit.apply(text))
-        except Exception:  # an edited text may be no Python, or none that the interpreter accepts
-            return None
+        return {kernel.function.fn: cache(lambda: compile_text(kernel.function, edit.apply(text)))}
 
 
 # TrialTarget: the tensor that trial edits must make right: the output, padded rows, or the log-sum-exp.
@@ -614,22 +618,12 @@ class Trials:
             if id(output) not in forms.shares:  # several edits may have one output
                 forms.shares[id(output)] = self._share(units, output)
             return forms.shares[id(output)]
-        compiled = forms.compiled(number)
-        if compiled is None:
-            return 0.0, False
-        edited = {forms.function(number).fn: compiled}
-        return self._share_of_run(units, lambda: self.replay.run(units, edited))
+        return self._share_of_run(units, lambda: self.replay.run(units, forms.edited(number)))
 
     def _full_share(self, forms: EditedForms, number: int) -> float:
         """Return the share of all wrong elements that an edit makes right, 0 if it makes one wrong."""
-        compiled = forms.compiled(number)
-        if compiled is None:
-            return 0.0
-        fn, together = forms.function(number).fn, forms.form_together(number)
-        forms_together = {} if together is None else {fn: together}
-        return self._share_of_run(
-            None, lambda: self.replay.run(None, {fn: compiled}, together=forms_together)
-        )[0]
+        edited, together = forms.edited(number), forms.form_together(number)
+        return self._share_of_run(None, lambda: self.replay.run(None, edited, together))[0]
 
     def _share_of_run(
         self, units: Sequence[Unit] | None, run: Callable[[], torch.Tensor]

@@ -4,6 +4,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_edits_that_run_together_have_the_outputs_that_each_has_alone(tmp_path):
             kinds["alone"] += 1
             continue
         alone = outcome(
-            replay, {function.fn: compile_text(function, edit.apply(kernel.text))}, units
+            replay, {function.fn: partial(compile_text, function, edit.apply(kernel.text))}, units
         )
         if together is None:
             assert isinstance(alone, type), edit.text

@@ -159,7 +159,8 @@ def test_a_fault_of_another_mask_refutes_no_edit(mask, was_right):
     """The output is wrong with the edit; only of the same mask, or of a right output, that is its fault."""
     edit, numbers = SimpleNamespace(key="edit"), torch.zeros(2, 3)
     runs = {None: (was_right, numbers), "edit": (False, numbers + 1)}
-    proof = Proof(case=1, mask=mask, runs={("garbage", key): ran for key, ran in runs.items()})
+    proof = Proof(case=1, mask=mask, has_slots=False)
+    proof.runs = {("nan", key): ran for key, ran in runs.items()}
     is_refuted = repair_check._is_refuted(edit, proof, Proof(case=0, mask="causal"))
     assert is_refuted == (was_right or mask == "causal")
 

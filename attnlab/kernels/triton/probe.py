@@ -8,7 +8,7 @@ only; a trace function that was set before is restored.
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -142,8 +142,8 @@ class Probe:
     - ``records``: whether ``launches`` gets a log of each launch. With ``accesses``, the log says of each
       program only what it loads and stores, under no line if the programs run together: then no two of them
       store different bits in one element.
-    - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
-      ``together``: the same for functions in the form in which a batch of programs runs them.
+    - ``edited``: what makes the functions that run in place of a kernel's or a device function's own, by its
+      original. ``together``: such functions in the form in which a batch of programs runs them.
     - ``texts``: texts that run in place of those of functions, by file and first line. They replace the
       function in every module that was loaded from the file: a source is loaded for each platform.
       ``names``: values of further names in these texts.
@@ -152,7 +152,7 @@ class Probe:
 
     records: bool = False
     accesses: bool = False
-    edited: Mapping[Any, Any] = field(default_factory=dict)
+    edited: Mapping[Any, Callable[[], Any]] = field(default_factory=dict)
     together: Mapping[Any, Any] = field(default_factory=dict)
     texts: Mapping[Line, str] = field(default_factory=dict)
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Probe:
 
     def rewritten(self, original: Any, function: Any) -> Any:
         """Return what runs as ``original``, a function of Triton, whose interpreted form is ``function``."""
-        found = self.edited.get(original.fn, function)
+        found = self.edited.get(original.fn, lambda: function)()
         text = self.texts.get(place_of(original)) if self.texts else None
         if text is not None:
             compiled = _of_text(original, text, tuple(self.names))

@@ -148,14 +148,15 @@ class Replay:
     def run(
         self,
         units: Sequence[Unit] | None,
-        edited: Mapping[Any, Any],
+        edited: Mapping[Any, Callable[[], Any]],
         together: Mapping[Any, Any] | None = None,
     ) -> torch.Tensor:
         """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
 
         Rows that these do not write are as before the call. Launches before the first one that has an edited
-        function run only once. ``together``: the edited functions in the form in which a batch of programs
-        runs them; without it, programs with an edited function run one after another.
+        function run only once. ``edited``: makes each edited function. ``together``: these in the form in
+        which a batch of programs runs them; without it, programs with an edited function run one after
+        another.
 
         Raises what an edited kernel raises, or TooLong if it needs many times the operations of the
         recorded run, or too much processor time.
@@ -172,7 +173,7 @@ class Replay:
     def _run(
         self,
         units: Sequence[Unit] | None,
-        edited: Mapping[Any, Any],
+        edited: Mapping[Any, Callable[[], Any]],
         launches: range,
         together: Mapping[Any, Any] | None = None,
     ) -> None:
@@ -190,11 +191,11 @@ class Replay:
                 launch, programs = self.launches[at], wanted[at]
                 if not programs:
                     continue
-                kernel = launch.function.rewrite()
                 observed = RunLog(budget=_budget(launch, programs))
                 notes = _Notes(self._note_stores)
                 if units is None and not self._run_together(launch, programs, observed):
                     continue
+                kernel = launch.function.rewrite()
                 with prepared(kernel, launch.arguments, launch.sizes, observed, notes):
                     for program in sorted(programs):
                         interpreter.interpreter_builder.set_grid_idx(*program)

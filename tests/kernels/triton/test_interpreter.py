@@ -317,7 +317,7 @@ def test_a_replay_of_an_edited_kernel_is_stopped() -> None:
 
     began = time.process_time()
     with pytest.raises(TooLong):
-        replay.run(None, {endless.fn: loops})
+        replay.run(None, {endless.fn: lambda: loops})
     assert time.process_time() - began < 60
     assert float(replay.run(None, {})[0, 0, 0]) == 10.0
 
