@@ -63,58 +63,9 @@ LONG = (
     "test_upstream.py::test_a_script_of_alibi_with_sinks[0.33.0]",
 )
 
-# Tests that need more than four seconds together. They get the marker `slow`: `make test` leaves them out.
-SLOW = (
-    "checker/test_atlas.py::test_a_fault_is_found_where_it_is_and_only_there",
-    "checker/test_atlas.py::test_an_address_that_overflows_is_a_row",
-    "checker/test_evidence.py::test_a_fault_has_its_name_also_where_the_window_has_freed_blocks",
-    "checker/test_library.py::test_a_kernel_that_ends_its_worker_is_a_finding",
-    "checker/test_library.py::test_hostile_cases_keep_every_contract",
-    "checker/test_library.py::test_json_and_exit_codes",
-    "checker/test_library.py::test_the_time_limit_holds_for_a_kernel_that_always_loops",
-    "checker/test_shards.py::test_a_shard_misses_nothing",
-    "checker/test_shards.py::test_an_interrupted_check_continues",
-    "checker/test_shards.py::test_exit_codes",
-    "diagnosis/test_argument_diagnosis.py::test_each_wrong_read_is_described_by_its_name",
-    "diagnosis/test_call_runner.py::test_a_saved_call_gets_the_statement_of_its_case",
-    "diagnosis/test_rule_search.py::test_a_rule_must_change_a_right_output_of_the_same_lengths",
-    "diagnosis/test_softmax_rules.py::test_a_fault_is_described_by_its_rule",
-    "diagnosis/test_softmax_rules.py::test_a_fault_of_a_split_is_described",
-    "diagnosis/test_softmax_rules.py::test_the_score_of_hidden_slots_is_that_of_cases_with_normal_values",
-    "diagnosis/test_written_cache.py::test_the_edit_that_repairs_a_write_is_stated",
-    "diagnosis/test_wrong_names.py::test_a_scale_times_0_7_is_not_base_2",
-    "diagnosis/test_wrong_names.py::test_degenerate_cache_scales_are_separated_by_a_second_case",
-    "diagnosis/test_wrong_names.py::test_half_of_1_is_not_the_scale_of_4_heads",
-    "docs/test_contributing.py::test_a_backend",
-    "docs/test_contributing.py::test_an_op",
-    "kernels/triton/test_patches.py::test_a_call_of_the_stock_interpreter_is_diagnosed_with_its_kernel",
-    "lab/test_reads.py::test_a_stray_read_is_reported",
-    "lab/test_run.py::test_a_shared_lab_equals_a_new_one_for_each_field",
-    "library/test_aiter.py::test_a_fault_of_the_merge_is_found_and_named",
-    "library/test_foreign_ops.py::test_an_op_of_a_package_is_checked",
-    "library/test_foreign_ops.py::test_the_commands_take_it",
-    "library/test_lmdeploy.py::test_the_ops_are_right_and_planted_faults_are_found",
-    "library/test_records.py::test_a_library_is_checked_from_its_source",
-    "library/test_sglang.py::test_a_script_of_blocks_far_away",
-    "library/test_sglang.py::test_a_script_without_attnlab_finds_the_fault",
-    "library/test_sglang.py::test_releases_of_a_library",
-    "linear/test_states.py::test_a_planted_fault_is_described",
-    "linear/test_states.py::test_a_planted_rule_is_named",
-    "linear/test_states.py::test_a_script_repeats_a_call",
-    "linear/test_states.py::test_all_kinds_of_gates_are_given",
-    "linear/test_states.py::test_an_edit_of_the_source_is_stated",
-    "linear/test_states.py::test_the_commands",
-    "notebooks/test_set_up.py::test_a_figure_has_its_title_as_alternative_text",
-    "recorder/test_pytest_plugin.py::test_which_side_is_wrong",
-    "reports/test_baseline.py::test_a_run_is_compared_with_an_earlier_one",
-    "reports/test_findings_page.py::test_the_page_states_the_rule",
-    "serving/test_library_capture.py::test_a_fault_in_a_child_is_found_and_kept",
-    "show/panels/test_runners.py::test_the_code_of_an_explorer_makes_it_again",
-    "show/panels/test_views.py::test_a_picture_over_a_kept_frame_is_that_drawn_anew",
-    "tasks/test_local.py::test_a_fault_costs_only_its_task",
-    "weights/test_measurement.py::test_a_wrong_kernel_is_described_on_the_cpu",
-    "weights/test_xray.py::test_a_rule_for_errors_near_the_bound_is_not_stated",
-)
+# Tests of more than about a second, or that share a fixture of several seconds: functions, or one of their
+# parameters. They get the marker `slow`: `make test` leaves them out.
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 
 # torch makes its thread pool anew in a forked child. If two threads of the child do that at once, it fails.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
@@ -130,10 +81,13 @@ def pytest_collection_modifyitems(
     leaves them out.
     """
     unseen: dict[str, set[str]] = {}
+    names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    files = {name.partition("::")[0] for name in names}
+    unseen["slow.txt"] = {one for one in SLOW - names if one.partition("::")[0] in files}
     for item in items:
         if item.nodeid.endswith(LONG):
             item.add_marker("long")
-        if item.nodeid.partition("[")[0].endswith(SLOW):
+        if not SLOW.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
             item.add_marker("slow")
         quick = item.get_closest_marker("quick")
         if quick is not None:
@@ -142,7 +96,7 @@ def pytest_collection_modifyitems(
                 item.add_marker("slow")
                 item.add_marker("long")
     if any(unseen.values()) and not any("::" in name for name in config.args):
-        raise pytest.UsageError(f"quick must name parameters of the test, got {unseen}")
+        raise pytest.UsageError(f"quick and slow.txt must name tests that there are, got {unseen}")
     yield
     last = len(START_FIRST)
     rank = {name: place for place, name in enumerate(START_FIRST)}

@@ -232,6 +232,13 @@ def shown_commands() -> dict[str, str]:
     return found
 
 
+def printed_commands() -> set[str]:
+    """Return the commands of the ``console`` blocks, which :func:`run_page` runs and compares."""
+    blocks = (one for page in pages() for one in snippets(page) if one.kind == "console")
+    run = (one for one in blocks if not one.note.startswith("skip"))
+    return {command for one in run for command, _ in commands(one.text)}
+
+
 def as_run(command: str) -> str:
     """Return a command with its substitutes and the flags that its rule adds."""
     rule = rule_of(command)

@@ -136,11 +136,11 @@ def run_on_release(work: Path, command: str) -> tuple[int, str]:
 
 
 def _parameters() -> list[object]:
-    """Return the commands; of each name the first two that take no marker are quick."""
-    found, quick = [], Counter[str]()
+    """Return the commands that no page compares; of each name the first two without a marker are quick."""
+    found, quick, compared = [], Counter[str](), snippets.printed_commands()
     for command, place in snippets.shown_commands().items():
         rule = snippets.rule_of(command)
-        if rule is not None and rule.added is None:
+        if command in compared or (rule is not None and rule.added is None):
             continue
         marks = [getattr(pytest.mark, rule.marker)] if rule is not None and rule.marker else []
         name = command.partition("attnlab ")[2].partition(" ")[0]
@@ -202,7 +202,7 @@ def test_a_command_that_is_not_run_has_a_reason() -> None:
 def test_every_command_is_run() -> None:
     """Of each name one command is run, with the flags that are added, or a named test runs one."""
     rules = {command: snippets.rule_of(command) for command in snippets.shown_commands()}
-    ran = [words.values[0] for words in _parameters()]
+    ran = [words.values[0] for words in _parameters()] + sorted(snippets.printed_commands())
     ran += [command for command, rule in rules.items() if rule and "; tests/" in rule.reason]
     assert [one.name for one in COMMANDS if not any(f"attnlab {one.name}" in c for c in ran)] == []
 

@@ -19,7 +19,7 @@ from attnlab.contracts.contract import Target
 from attnlab.diagnosis.confirmation import with_leaks
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import find_dependence
-from attnlab.diagnosis.trials import FULL
+from attnlab.diagnosis.trials import Limit
 from attnlab.kernels import find_backend
 from attnlab.kernels.binding import Values, arguments_of, evaluate
 from attnlab.kernels.runner import runners
@@ -348,6 +348,6 @@ def test_the_line_of_a_wrong_write_of_integers(tmp_path, right, wrong, line):
         distribution="normal",
     )
     lab = Lab(source=tmp_path / "ops")
-    diagnosis = diagnose(case, lab=lab, limit=FULL)
+    diagnosis = diagnose(case, lab=lab, limit=Limit(edits=900))
     assert diagnosis.status == "described"
     assert f"fill_kv_cache.py, line {line}" in diagnosis.conclusion
