@@ -108,6 +108,11 @@ class CaseQuantities(CaseFields):
         return OP_ARGUMENTS.get(self.op_argument, NO_ARGUMENT)
 
     @property
+    def plainer_argument(self) -> str:
+        """Return the op argument that this one includes, or "none"."""
+        return self.argument.includes.get(self.op, NONE)
+
+    @property
     def machine(self) -> Platform:
         """Return the record of the platform."""
         return PLATFORMS[self.platform]

@@ -65,6 +65,7 @@ class OpArgument:
     - ``refused_masks``: masks with which the op refuses the argument; ``refusal``: by which line.
     - ``no_xray``: why values of 0 and 1 do not show the weights of the keys, or "".
     - ``strided``: the argument that passes the same numbers with other strides, or None.
+    - ``includes``: by op, another op argument that it passes, too.
     """
 
     name: str
@@ -80,6 +81,7 @@ class OpArgument:
     refusal: str = ""
     no_xray: str = ""
     strided: str | None = None
+    includes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base(self) -> str:
@@ -131,6 +133,7 @@ _ALL = (
             **dict.fromkeys((WRAPPER, UNIFIED, MERGE), Needs(own=("output_scale",))),
             PREFILL: Needs(own=("fp8_out_scale",)),
         },
+        includes={MERGE: "suffix_only_tokens"},
     ),
     OpArgument(
         name="int8_per_token_head",
@@ -221,6 +224,8 @@ _ALL = (
         ops=(MERGE,),
         summary="the log-sum-exp is not returned; the last tokens have no context",
         requires={MERGE: Needs(own=("output_lse",))},
+        passes={"output_lse": "None"},
+        includes={MERGE: "suffix_only_tokens"},
     ),
     OpArgument(
         name="latent_cache",

@@ -1,6 +1,7 @@
 """Check one Case: run it, and return the faults and observations of the kernels."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import re
@@ -394,7 +395,13 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
 
 
 def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) -> Finding:
-    """Return the fault of a wrong output of a Case with an op argument."""
+    """Return the fault of a wrong output of a Case with an op argument, or with the one that it includes."""
+    if case.plainer_argument != NONE:
+        plain = case.replace(op_argument=case.plainer_argument)
+        with contextlib.suppress(AttnLabError):  # a release may lack it
+            of_plain = _output_errors(lab, plain, run_case(lab, backend, plain).output)
+            if of_plain.mismatched:
+                return _argument_fault(lab, backend, plain, of_plain)
     zeros = case.replace(empty_slots="zeros")
     of_zeros = run_case(lab, backend, zeros).output
     is_leak = not _output_errors(lab, zeros, of_zeros).mismatched

@@ -15,7 +15,6 @@ from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import runs_triton
 from attnlab.case.masks import CAUSAL, MASK_DATA
-from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
 from attnlab.diagnosis.address_rules import FAMILY, address_defects
 from attnlab.diagnosis.candidates import CLEAR, ENOUGH, Candidate, fit
@@ -243,7 +242,7 @@ _PLAIN_CACHE = {"kv_cache_dtype": "auto", "cache_format": None, "k_scale": 1.0, 
 def features_of(case: Case) -> dict[str, dict[str, Any]]:
     """Return the features of a Case that it could lack, as nouns, each with the changes that leave it out."""
     found: dict[str, dict[str, Any]] = {
-        f"op_argument {case.op_argument}": {"op_argument": NONE},
+        f"op_argument {case.op_argument}": {"op_argument": case.plainer_argument},
         "an FP8 cache": _PLAIN_CACHE,
         "a sliding window": {"sliding_window": 0, "freed": "kept"},
         f"mask {case.mask}": {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)},

@@ -492,16 +492,20 @@ def if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagn
 def _without_argument(
     case: Case, found: Diagnosis, diagnose_in: Callable[[Case], Diagnosis] | None
 ) -> Diagnosis | None:
-    """Return the diagnosis of a Case without its op argument, with a note, if that is wrong, too."""
+    """Return the diagnosis of a Case with the op argument that its own includes, or without it, with a note,
+    if that is wrong, too."""
     if case.op_argument == NONE or not found.is_wrong or diagnose_in is None:
         return None
-    plain = diagnose_in(case.replace(op_argument=NONE))
-    if not plain.is_wrong:
-        return None
-    what = (
-        f"what op_argument {case.op_argument} adds: this is about the output without it, wrong, too"
-    )
-    return dataclasses.replace(plain, unknown=[*plain.unknown, what])
+    for name in dict.fromkeys((case.plainer_argument, NONE)):
+        with contextlib.suppress(AttnLabError):  # a release may lack the included one
+            plain = diagnose_in(case.replace(op_argument=name))
+            if plain.is_wrong:
+                what = f"what op_argument {case.op_argument} adds: this is about the output "
+                what += (
+                    "without it, wrong, too" if name == NONE else f"with {name} alone, wrong, too"
+                )
+                return dataclasses.replace(plain, unknown=[*plain.unknown, what])
+    return None
 
 
 def diagnose_call(

@@ -16,7 +16,6 @@ from attnlab.case.op_arguments import (
     WRITE_DIFFKV,
     WRITE_SCALED,
 )
-from attnlab.case.ops import MERGE
 from attnlab.kernels.model import written_cache
 from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.loader import Loader
@@ -264,12 +263,17 @@ def pass_argument(
 
 
 def _made(case: Case, given: Arguments) -> Arguments | Passed:
-    """Return what an op argument changes: by the expressions of its record, or by its function here."""
-    passes = case.argument.passes
+    """Return what an op argument changes: by the expressions of its record, or by its function here; with
+    what the argument that it includes changes."""
+    included, passes = case.argument.includes.get(case.op), case.argument.passes
+    more = {} if included is None else _made(case.replace(op_argument=included), given)
+    assert not isinstance(more, Passed)
     if passes is None:
-        return _MAKERS[case.op_argument](case, given)
+        made = _MAKERS[case.op_argument](case, {**given, **more})
+        return made if isinstance(made, Passed) else {**more, **made}
     names = {**given, **_FUNCTIONS}
-    return {name: eval(text, {"__builtins__": {}}, names) for name, text in passes.items()}
+    changed = {name: eval(text, {"__builtins__": {}}, names) for name, text in passes.items()}
+    return {**more, **changed}
 
 
 _FUNCTIONS = {"padded_heads": with_padded_heads, "uint8": torch.uint8}
@@ -306,8 +310,6 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
         output.copy_(torch.where(is_unwritten, output.float(), found.float() * OUTPUT_SCALE))
 
     changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE], device=stored.device)}
-    if case.op == MERGE:
-        changed |= _suffix_only(case, given)
     return Passed(arguments={**given, **changed}, finish=finish)
 
 
@@ -401,7 +403,6 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "diffkv": _by_op(diffkv, write_diffkv),
     "block_pointers": _block_pointers,
     "suffix_only_tokens": _suffix_only,
-    "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
     "latent_cache": latent_cache,
     "gaps": _other_strides,
     "fp8_tokens": _fp8_tokens,
