@@ -33,7 +33,7 @@ as in tools/fault_verification.py. Whatever is printed is written to a text file
 
 Of each wrong output of a Triton mutant, the place of the planted line among the located lines is recorded.
 
-A fault of a kind that the unchanged op shows on the same case does not count.
+A fault that the unchanged op shows on the same case, in the same words, does not count.
 """
 
 import argparse
@@ -71,6 +71,7 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
+from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.decision import examine
@@ -434,15 +435,15 @@ def save_sound(order: Path) -> None:
     sound = {
         "cases": [case.to_json() for case in cases],  # a mutant's process need not make them again
         "outputs": [observe(lab, backend, case) for case in cases],
-        "faults": [kinds_of(lab, backend, case) for case in cases[:num_checked]],
+        "faults": [faults_known(lab, backend, case) for case in cases[:num_checked]],
     }
     torch.save(sound, order.with_suffix(".pt"))
 
 
-def kinds_of(lab: Lab, backend: Backend, case: Case) -> list[str]:
-    """Return the kinds of the faults that the check reports of a case; none if it cannot run."""
+def faults_known(lab: Lab, backend: Backend, case: Case) -> list[str]:
+    """Return the faults that the check reports of a case, in words; none if it cannot run."""
     try:
-        return [finding.kind for finding in check_case(lab, backend, case) if finding.is_fault]
+        return [in_words(found) for found in check_case(lab, backend, case) if found.is_fault]
     except AttnLabError:
         return []
 
@@ -463,10 +464,15 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
+def in_words(finding: Finding) -> str:
+    """Return what is equal for findings of one fault."""
+    return f"{finding.kind}: {finding.diagnosis}"
+
+
 def faults_of(lab: Lab, backend: Backend, case: Case, known: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the first fault that the check reports of a case, except of ``known`` kinds; {} if none."""
+    """Return the first fault that the check reports of a case, except ``known`` ones; {} if none."""
     found = [finding for finding in check_case(lab, backend, case) if finding.is_fault]
-    new = [finding for finding in found if finding.kind not in known]
+    new = [finding for finding in found if in_words(finding) not in known]
     return {"kind": new[0].kind, "label": new[0].diagnosis} if new else {}
 
 
