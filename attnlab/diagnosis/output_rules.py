@@ -177,6 +177,18 @@ def _shares(prefix: torch.Tensor, suffix: torch.Tensor) -> torch.Tensor:
     return exps / exps.sum(0)
 
 
+def _divided(prefix: int, suffix: int) -> Scales:
+    """Return the scales of both parts, divided so many times by the sum of their weights."""
+
+    def scales(lse: torch.Tensor) -> torch.Tensor:
+        exps = (lse - lse.amax(0)).exp()
+        return torch.stack(
+            [one / exps.sum(0) ** n for one, n in zip(exps, (prefix, suffix), strict=True)]
+        )
+
+    return scales
+
+
 _LN_2 = math.log(2)
 MERGE_LAWS: dict[str, Scales] = {
     "exp2 is used instead of exp in the weight of the prefix": _scaled(prefix=_LN_2),
@@ -196,18 +208,17 @@ MERGE_LAWS: dict[str, Scales] = {
     "the suffix is subtracted": _scaled(adds=(1.0, -1.0)),
     "the weight of the prefix has the wrong sign in its exponent": _scaled(prefix=-1.0),
     "the weight of the suffix has the wrong sign in its exponent": _scaled(suffix=-1.0),
-    "the weights are not divided by their sum": lambda lse: (lse - lse.amax(0)).exp(),
+    "the weights are not divided by their sum": _divided(0, 0),
+    "the weights are divided by their sum twice": _divided(2, 2),
+    "the prefix is not divided by the sum": _divided(0, 1),
+    "the suffix is not divided by the sum": _divided(1, 0),
+    "the prefix is divided by the sum twice": _divided(2, 1),
+    "the suffix is divided by the sum twice": _divided(1, 2),
     "the prefix has the weight 1": lambda lse: torch.cat(
         [torch.ones_like(lse[:1]), _scaled()(lse)[1:]]
     ),
     "the suffix has the weight 1": lambda lse: torch.cat(
         [_scaled()(lse)[:1], torch.ones_like(lse[1:])]
-    ),
-    "the prefix is not divided by the sum": lambda lse: torch.cat(
-        [(lse - lse.amax(0)).exp()[:1], _scaled()(lse)[1:]]
-    ),
-    "the suffix is not divided by the sum": lambda lse: torch.cat(
-        [_scaled()(lse)[:1], (lse - lse.amax(0)).exp()[1:]]
     ),
     "the suffix has the rest of the prefix's weight before its division by the sum": lambda lse: (
         torch.stack([_scaled()(lse)[0], 1 - (lse - lse.amax(0)).exp()[0]])

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 
@@ -25,6 +26,8 @@ _FACTORS = {
     "2": 2.0,
     "1/2": 0.5,
 }
+# Factors of the two terms of a log-sum-exp: of the exponent's base, and a maximum that is added twice.
+_TERMS = {"": 1.0, "ln(2) times ": math.log(2), "log2(e) times ": 1 / math.log(2), "2 times ": 2.0}
 _CLOSE = 1e-3
 # Rounding units of formats shorter than that of a log-sum-exp, the smallest first.
 _UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -208,9 +211,11 @@ def _laws(
         "the logarithm of the sum minus the maximum": sums.log() - highest,
         "the logarithm of the sum without the maximum": sums.log(),
         "the maximum without the logarithm of the sum": highest,
-        "the maximum plus the logarithm of the sum to base 2": highest + sums.log2(),
         "the maximum plus the sum without its logarithm": highest + sums,
         "the maximum minus the logarithm of the sum": highest - sums.log(),
+    } | {
+        f"{first}the maximum plus {second}the logarithm of the sum": a * highest + b * sums.log()
+        for (first, a), (second, b) in permutations(_TERMS.items(), 2)
     }
     for name, law in laws.items():
         if bool(((values - law).abs() <= _CLOSE * (1 + law.abs())).all()):

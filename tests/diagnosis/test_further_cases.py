@@ -1,6 +1,7 @@
 """What a diagnosis says without a name must hold in further cases, or it is not said."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -240,6 +241,22 @@ def test_the_law_of_a_wrong_log_sum_exp_is_stated():
     assert found == ["the logarithm of the sum minus the maximum"]
     assert not list(_laws(expected + torch.tensor([0.1, 0.7, 0.3]), expected, highest, bound))
     assert list(_laws(expected + 0.2, expected, highest, bound)) == ["the right one +0.200"]
+
+
+@pytest.mark.parametrize(
+    ("of_maximum", "of_sum", "law"),
+    [
+        (math.log(2), 1, "ln(2) times the maximum plus the logarithm of the sum"),
+        (1, 1 / math.log(2), "the maximum plus log2(e) times the logarithm of the sum"),
+        (2, 1, "2 times the maximum plus the logarithm of the sum"),
+        (1, 0.8, None),
+    ],
+)
+def test_a_log_sum_exp_of_two_bases_is_stated(of_maximum, of_sum, law):
+    highest, sums = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.4, 3.0, 1.1])
+    wrong = of_maximum * highest + of_sum * sums.log()
+    found = list(_laws(wrong, highest + sums.log(), highest, torch.full((3,), 1e-5)))
+    assert found == ([] if law is None else [law])
 
 
 ROUNDED_TO_16_BITS = (

@@ -1,5 +1,6 @@
 """Rules beyond the catalogue: wrong addresses, found from an output and confirmed on further cases."""
 
+import math
 from collections.abc import Callable
 from itertools import islice
 from types import SimpleNamespace
@@ -164,6 +165,21 @@ def test_rows_written_with_the_stride_of_another_tensor():
     lab = FaultyLab(spoil=writes_heads_at_the_stride_of_rows)
     diagnosis = diagnose(case, lab=lab)
     assert "with head × prefix_lse stride 0 in place of head × stride 1" in diagnosis.rule.text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("the weights are not divided by their sum", (1.0, 0.25)),
+        ("the prefix is not divided by the sum", (1.0, 0.2)),
+        ("the suffix is divided by the sum twice", (0.8, 0.16)),
+        ("the weights are divided by their sum twice", (0.64, 0.16)),
+    ],
+)
+def test_the_parts_of_a_merge_are_divided_by_the_sum(name, expected):
+    """The weights before the division are 1 and 1/4."""
+    lse = torch.tensor([2.0, 2.0 - math.log(4)], dtype=torch.float64)[:, None, None, None]
+    assert MERGE_LAWS[name](lse).flatten().tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", [name for name in MERGE_LAWS if "weight 1" in name])
