@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -68,12 +68,14 @@ def with_second_cases(
 
     A defect that changes nothing in a further case is kept, as is one in a case that the kernel rejects. So
     is one of a batch with several new tokens if decodes alone are right: another kernel may compute those.
-    A cause must be shown by a further case, if one runs; else it is only one of the explanations.
+    A cause must be shown by a further case, if one runs; else it is only one of the explanations. What one
+    with several new tokens shows of a batch of decodes must hold in further ones of its kind.
     """
     diagnosis = _with_names_true_of_outside(lab, case, rerun, diagnosis)
     has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
     of_decodes = Counter[str]()
-    for other in (*cases_of(case), with_other_numbers(case)):
+    others = list(cases_of(case))
+    for other in chain(others, (with_other_numbers(case),)):  # others may grow
         left = [one for one in diagnosis.explanations if one.name not in _SHOWN_BY_RERUNS]
         has_same_sizes = other is None or _sizes(other) == _sizes(case)
         if not left or other is None or (has_same_sizes and all(cases[o.name] for o in left)):
@@ -102,6 +104,9 @@ def with_second_cases(
         shown = [name for name, verdict in found.items() if verdict == SHOWN]
         cases.update(shown)
         of_decodes.update(shown if only_decodes else ())
+        if shown and not (has_prefill or only_decodes):
+            others += cases_of(other)
+            has_prefill = True
         diagnosis = withdraw(
             diagnosis,
             lambda one, found=found: found.get(one.name) == REFUTED,  # type: ignore[misc]

@@ -342,8 +342,12 @@ class Rule(ABC):
 
         A rule about a part of the keys has one more, and so has one with a fitted number.
         """
-        is_fitted = not getattr(self, "factor", _NAMED).name
-        return 1 + (getattr(self, "part", "all") != "all") + is_fitted
+        return 1 + (getattr(self, "part", "all") != "all") + self.is_fitted
+
+    @property
+    def is_fitted(self) -> bool:
+        """Answer whether the rule has a fitted number."""
+        return not getattr(self, "factor", _NAMED).name
 
     @abstractmethod
     def apply(self, plan: Plan) -> Plan:

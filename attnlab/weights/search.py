@@ -207,6 +207,8 @@ def _scores(plan: Plan, law: Law | None) -> Iterator[Rule]:
     for constant in found:
         yield ScoreFactor(constant)
         yield Power(constant)
+    if plan.softcap is not None:  # the law of capped scores says little of their factor
+        yield from (ScoreFactor(Constant(name)) for name in ("sm_scale", "1/sm_scale"))
     for part, _ in parts_of(setup):
         for name in (
             "k_scale",
@@ -431,14 +433,20 @@ class Search:
         beam: list[tuple[float, tuple[Rule, ...], Plan]],
         ranked: bool,
     ) -> Iterator[tuple[float, tuple[Rule, ...], Plan, Evidence]]:
-        """Yield every rule added to every plan of the beam, with its cost and its evidence."""
+        """Yield every rule added to every plan of the beam, with its cost and its evidence.
+
+        A second fitted number would only correct the first.
+        """
         for _, rules, plan in beam:
+            has_fitted = any(one.is_fitted for one in rules)
             predicted = plan.weights()
             traits = traits_of(setup, measured, predicted, predicted > 0)
             law = fit_law(plan, measured, with_distance=plan.slopes is not None)
             for rule in proposals(plan, measured, traits, law):
                 if self._is_late():
                     return
+                if rule.is_fitted and has_fitted:
+                    continue
                 self.tried += 1
                 new = rule.apply(plan)
                 weights = new.weights()

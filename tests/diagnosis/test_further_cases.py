@@ -56,6 +56,35 @@ class ScaledBackend(ModelBackend):
         return super().run(wrong, target, kernels, options)
 
 
+def test_a_name_of_decodes_that_a_prefill_shows_must_hold_in_longer_ones():
+    """The scale is doubled in batches of decodes and of short prefills, not in those of long prefills."""
+    case = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
+    is_short = lambda case: max(case.lengths.query_lens) <= 100  # noqa: E731
+    lab = FaultyLab(change=lambda case, call: scaled(call, 2.0) if is_short(case) else {})
+    alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    assert [one.name for one in alone.explanations] == ["scale_doubled"]
+    assert not with_second_cases(Lab(), case, lab.output, alone).explanations
+
+
+class ScaledTwice(ModelBackend):
+    """The models of vLLM's kernels with the square of the softmax scale."""
+
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        """Run the models with the changed call, into the same output."""
+        wrong = dataclasses.replace(call, sm_scale=call.sm_scale**2)
+        return super().run(wrong, target, kernels, options)
+
+
+def test_scores_that_are_scaled_twice_before_a_soft_cap_have_one_rule():
+    """A soft cap bends the scores: two fitted factors would give nearly the same weights."""
+    seen = xray(MIXED.replace(softcap=2.0, sm_scale=0.3), backend=ScaledTwice(), confirm=False)
+    assert [rule.text for rule in seen.description.rules] == [
+        "the scores of keys are multiplied by a further sm_scale"
+    ]
+
+
 @pytest.mark.parametrize(
     ("op", "is_of_decodes"),
     [("chunked_prefill_paged_decode", True), ("unified_attention", False)],
