@@ -18,7 +18,7 @@ from attnlab.diagnosis.diagnose import diagnose, with_bad_lines
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.output_rules import NO_CONTEXT, wrong_addresses
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_weights
-from attnlab.diagnosis.reruns import further_cases, second_cases
+from attnlab.diagnosis.reruns import further_cases, keeping, second_cases
 from attnlab.diagnosis.side_claims import _laws, confirmed_side_claims, side_claims
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
@@ -54,6 +54,16 @@ class ScaledBackend(ModelBackend):
         """Run the models with the changed call, into the same output."""
         wrong = dataclasses.replace(call, **scaled(call, 1.3))
         return super().run(wrong, target, kernels, options)
+
+
+@pytest.mark.parametrize(("sm_scale", "is_large"), [(16.0, True), (0.3, False), (None, False)])
+def test_a_large_scale_is_compared_with_the_default_one(sm_scale, is_large):
+    """One key has nearly all weight else, and the sums of all tiles are 1."""
+    case = MIXED.replace(sm_scale=sm_scale)
+    scales = [one.sm_scale for one in further_cases(case) if one.lengths == case.lengths]
+    assert scales == ([None] if is_large else [])
+    with keeping(("sm_scale",)):
+        assert all(one.sm_scale == sm_scale for one in further_cases(case))
 
 
 def test_a_name_of_decodes_that_a_prefill_shows_must_hold_in_longer_ones():
