@@ -66,8 +66,8 @@ def second_cases(case: Case) -> Iterator[Case]:
     has decodes and prefills if the same kernels serve both, and one with more heads. If only decodes ran, a
     further batch of decodes follows, because an op may compute those in another way; its blocks have another
     size, if the op has one, so that a part of as many tokens as a block is not taken for one. Of a scale with
-    which one key has nearly all weight, the case with the default scale comes first: sums of weights are 1 in
-    each tile else."""
+    which one key has nearly all weight, the case with the default scale comes first: with the other one, the
+    sum of the weights is 1 in each tile."""
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     mixed = _longer_case(case, _MIXED, 7)
     few = _longer_case(case, ((1, 44), (1 if only_decodes else 2, 18)), 19)

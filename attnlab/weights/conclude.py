@@ -540,7 +540,7 @@ def _factors(rule: Rule) -> tuple[Constant, ...]:
 def _stated(found: Found, confirmed: bool | None, setup: AttentionSetup) -> list[str]:
     """Return the sentences of the descriptions, and whether other kinds of sequences did not run."""
     first = found.descriptions[0]
-    rest = [one for one in found.descriptions[1:] if not _has_number(one) or _has_number(first)]
+    rest = [one for one in found.descriptions[1:] if not one.is_fitted or first.is_fitted]
     ending = {True: "confirmed on another case", None: "not confirmed on another case"}
     words = [ending[confirmed]] if confirmed in ending else []
     if setup.call.spec.prefill and bool((setup.query_len == 1).all()):
@@ -551,12 +551,6 @@ def _stated(found: Found, confirmed: bool | None, setup: AttentionSetup) -> list
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         lines.append(f"the same weights follow from: {'; or '.join(others[:3])}{more}")
     return lines
-
-
-def _has_number(one: Description) -> bool:
-    """Answer whether a description has a factor that is a fitted number."""
-    factors = [getattr(rule, "factor", None) for rule in one.rules]
-    return any(isinstance(factor, Constant) and not factor.name for factor in factors)
 
 
 def _not_decided(hidden: torch.Tensor) -> str:

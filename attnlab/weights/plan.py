@@ -550,6 +550,11 @@ class Description:
         parts = (scope.kernels, scope.heads, scope.seqs)
         return 2 * sum(rule.complexity for rule in self.rules) + sum(p is not None for p in parts)
 
+    @property
+    def is_fitted(self) -> bool:
+        """Answer whether a rule has a fitted number."""
+        return any(rule.is_fitted for rule in self.rules)
+
     def weights(self, setup: AttentionSetup) -> torch.Tensor:
         """Return the weights that the description predicts for a setup, [R, H, N] float64."""
         plan = right_plan(setup)

@@ -1,17 +1,17 @@
 """Wrong outputs of Cases with an op argument: the read that explains them, or a plain description."""
 
 import dataclasses
-import shutil
 
 import pytest
 import torch
 from helpers.argument_cases import FORMATS, random_format_case
 from helpers.cases import hostile
+from helpers.faulty_labs import planted_release
 from helpers.sources import needs_triton, of_release
 
 from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import MERGE
+from attnlab.case.ops import MERGE, OPS
 from attnlab.checker.case_check import check_case
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.diagnose import diagnose
@@ -148,21 +148,17 @@ def test_a_merge_with_an_fp8_output_has_the_rules_of_a_plain_one(monkeypatch):
 @pytest.mark.parametrize("name", ["fp8_output", "no_lse"])
 def test_a_fault_of_an_included_argument_is_not_that_of_the_outer_one(tmp_path, name):
     """The tokens with a context are counted from the end. That is wrong with their number alone."""
-    shutil.copytree(of_release("0.33.0").root / "vllm", tmp_path / "vllm")
-    (file,) = tmp_path.rglob("triton_merge_attn_states.py")
-    right, text = "prefix_mask = token_idx < prefill_tokens_with_context", file.read_text()
-    assert right in text
+    right = "prefix_mask = token_idx < prefill_tokens_with_context"
     wrong = right.replace("<", ">= tl.num_programs(0) -")
-    file.write_text(text.replace(right, wrong))
+    lab = planted_release(tmp_path, OPS[MERGE].module, right, wrong)
     case = hostile(op=MERGE, query_lens=(2, 1, 3), ctx_lens=(9, 4, 0), num_heads=2, head_size=32)
     case = case.replace(op_argument=name, backend="vllm")
-    lab, backend = Lab(source=tmp_path, device="cpu"), find_backend("vllm", tmp_path, "cpu")
     found = diagnose(case, lab=lab, propose=False, limit=None)
     assert name not in found.conclusion
     assert found.unknown[-1].endswith(
         "this is about the output with suffix_only_tokens alone, wrong, too"
     )
-    (finding,) = check_case(lab, backend, case)
+    (finding,) = check_case(lab, find_backend("vllm", tmp_path, "cpu"), case)
     assert finding.diagnosis.startswith("op_argument suffix_only_tokens")
 
 

@@ -44,7 +44,9 @@ def halved_heads(case: Case, call: KernelCall) -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledBackend(ModelBackend):
-    """The models with 1.3 times the scale."""
+    """The models with ``factor`` times the scale."""
+
+    factor: float = 1.3
 
     models_prefill = False
 
@@ -52,7 +54,7 @@ class ScaledBackend(ModelBackend):
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
     ) -> RunOutput:
         """Run the models with the changed call, into the same output."""
-        wrong = dataclasses.replace(call, **scaled(call, 1.3))
+        wrong = dataclasses.replace(call, **scaled(call, self.factor))
         return super().run(wrong, target, kernels, options)
 
 
@@ -76,20 +78,10 @@ def test_a_name_of_decodes_that_a_prefill_shows_must_hold_in_longer_ones():
     assert not with_second_cases(Lab(), case, lab.output, alone).explanations
 
 
-class ScaledTwice(ModelBackend):
-    """The models of vLLM's kernels with the square of the softmax scale."""
-
-    def run(
-        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
-    ) -> RunOutput:
-        """Run the models with the changed call, into the same output."""
-        wrong = dataclasses.replace(call, sm_scale=call.sm_scale**2)
-        return super().run(wrong, target, kernels, options)
-
-
 def test_scores_that_are_scaled_twice_before_a_soft_cap_have_one_rule():
     """A soft cap bends the scores: two fitted factors would give nearly the same weights."""
-    seen = xray(MIXED.replace(softcap=2.0, sm_scale=0.3), backend=ScaledTwice(), confirm=False)
+    backend = ScaledBackend(factor=0.3)
+    seen = xray(MIXED.replace(softcap=2.0, sm_scale=0.3), backend=backend, confirm=False)
     assert [rule.text for rule in seen.description.rules] == [
         "the scores of keys are multiplied by a further sm_scale"
     ]

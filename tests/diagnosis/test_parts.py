@@ -1,14 +1,13 @@
 """Which kernel is wrong: the one that stores parts of sequences, or the one that merges them?"""
 
 import math
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.faulty_labs import planted_release
 from helpers.sources import RELEASES, needs_triton, of_release
 
 from attnlab.case.ops import OPS
@@ -160,16 +159,6 @@ def test_the_parts_of_right_kernels_are_right(op, release):
     assert merged == 8
 
 
-def lab_with(folder: Path, module: str, old: str, new: str) -> Lab:
-    """Return a lab with 0.33.0 in which a module has a change."""
-    shutil.copytree(of_release("0.33.0").root / "vllm", folder / "vllm")
-    file = folder / "vllm/v1/attention/ops" / f"{module}.py"
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
-    return Lab(source=folder, device="cpu")
-
-
 SEGMENTS = "act_num_segments = cdiv_fn(seq_len, tiles_per_segment * TILE_SIZE)"
 
 
@@ -194,7 +183,7 @@ SEGMENTS = "act_num_segments = cdiv_fn(seq_len, tiles_per_segment * TILE_SIZE)"
 )
 def test_a_fault_of_one_of_two_kernels_is_told(tmp_path, module, old, new, fact):
     """A segment that is left out is one tile in most cases."""
-    lab = lab_with(tmp_path, module, old, new)
+    lab = planted_release(tmp_path, module, old, new)
     lens = {"query_lens": (1, 5, 1), "ctx_lens": (16, 15, 31)}
     case = hostile(op="unified_attention", backend="vllm", **lens)
     found = diagnose(case, lab=lab, propose=False, limit=None)

@@ -1,7 +1,6 @@
 """An edit of one expression with which every output is right describes a planted fault."""
 
 import dataclasses
-import shutil
 import sys
 from itertools import islice
 from pathlib import Path
@@ -10,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.claims import REPAIR, candidate
-from helpers.sources import needs_triton, of_release
+from helpers.faulty_labs import planted_release
+from helpers.sources import needs_triton
 from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
@@ -87,16 +87,6 @@ def confirm_in(monkeypatch, further, *, varied=(), similar=None) -> None:
     for name, given in cases.items():
         if given is not None:
             monkeypatch.setattr(repair_check, name, lambda _, given=given: given)
-
-
-def planted_merge(folder: Path, old: str, new: str) -> Lab:
-    """Return a lab with 0.33.0 in which the merge has a change."""
-    shutil.copytree(of_release("0.33.0").root / "vllm", folder / "vllm")
-    file = folder / "vllm/v1/attention/ops/triton_merge_attn_states.py"
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
-    return Lab(source=folder, device="cpu")
 
 
 def test_a_fault_of_one_expression_is_described_by_its_repair(lab, case):
@@ -523,7 +513,7 @@ def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(
 @needs_triton
 @pytest.mark.releases
 def test_an_edit_holds_for_each_platform_for_which_the_source_is_loaded(tmp_path):
-    lab = planted_merge(tmp_path, "s_lse - max_lse", "s_lse + max_lse")
+    lab = planted_release(tmp_path, MERGE.spec.module, "s_lse - max_lse", "s_lse + max_lse")
     case = MERGE.replace(op_argument="none")
     with probing(Probe(records=True)) as probe:
         assert lab.run(case).status == "mismatch"
@@ -593,7 +583,7 @@ def test_an_edit_that_changes_no_verdict_is_no_claim(monkeypatch, lab, case):
 @needs_triton
 @pytest.mark.releases
 def test_a_wrong_log_sum_exp_is_described_by_its_repair(tmp_path):
-    lab = planted_merge(tmp_path, *LSE)
+    lab = planted_release(tmp_path, MERGE.spec.module, *LSE)
     found = diagnose(MERGE, lab=lab, propose=False, defects=(), limit=Limit(edits=150))
     assert (found.status, found.wrong_rows, found.is_by_repair) == ("described", 0, True)
     assert found.side_errors
@@ -603,7 +593,7 @@ def test_a_wrong_log_sum_exp_is_described_by_its_repair(tmp_path):
 @needs_triton
 @pytest.mark.releases
 def test_a_case_with_an_op_argument_has_a_repair(tmp_path):
-    lab = planted_merge(tmp_path, *COPY)
+    lab = planted_release(tmp_path, MERGE.spec.module, *COPY)
     claim = find_claim(lab, MERGE, locate_lines(lab, MERGE, None, Limit(edits=150)).repairs)
     assert is_line_of(claim, COPY)
 

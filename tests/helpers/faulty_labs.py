@@ -1,7 +1,9 @@
 """A lab whose kernels are wrong: they get other arguments, change their output, or are a test's own."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
@@ -11,6 +13,7 @@ from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.triton.run_log import Wrap
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
+from helpers.sources import of_release
 
 
 def run_models(case: Case, call: KernelCall) -> None:
@@ -36,3 +39,13 @@ class FaultyLab(Lab):
         ran = RunOutput()
         ran.log.wraps.update({(wrap.file, wrap.line): wrap for wrap in self.wraps})
         return ran
+
+
+def planted_release(folder: Path, module: str, old: str, new: str) -> Lab:
+    """Return a lab with the source of 0.33.0, copied into a folder, in which a module has a change."""
+    shutil.copytree(of_release("0.33.0").root / "vllm", folder / "vllm")
+    file = folder / "vllm/v1/attention/ops" / f"{module}.py"
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    return Lab(source=folder, device="cpu")
