@@ -22,6 +22,7 @@ from attnlab.defects import Defect
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.claims import (
     AccessClaim,
+    CaseFacts,
     DescribedWeights,
     FeatureClaim,
     LeakClaim,
@@ -30,9 +31,16 @@ from attnlab.diagnosis.claims import (
 )
 from attnlab.diagnosis.confirmation import features_of
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine
-from attnlab.diagnosis.diagnose import access_facts, diagnose, lines_of
+from attnlab.diagnosis.diagnose import access_facts, diagnose, lines_of, trait_facts
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.refinement import claimed, compared, counts_slots, follows_from, leak_of
+from attnlab.diagnosis.refinement import (
+    claimed,
+    compared,
+    counts_slots,
+    follows_from,
+    kernel_of,
+    leak_of,
+)
 from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.diagnosis.side_claims import common_claims, side_claims
@@ -124,11 +132,15 @@ def answer_of(
     judges: dict[str, tuple[Any, Callable[[], bool]]] = {
         "its accesses": (
             diagnosis.accesses,
-            lambda: _accessed((lab, unchanged), case, diagnosis.accesses),
+            lambda: _recurs((lab, unchanged), case, diagnosis.accesses),
         ),
         "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case, diagnosis.leak)),
         "precision": (diagnosis.precision, lambda: _is_rounding(lab, case)),
         "its features": (diagnosis.features, lambda: _needs(lab, case, diagnosis.features)),
+        "traits of its weights": (
+            diagnosis.traits,
+            lambda: _recurs((lab, unchanged), case, diagnosis.traits, _traits),
+        ),
     }
     for kind, (said, is_right_there) in judges.items():
         if said is not None:
@@ -177,7 +189,7 @@ def judged_lines(
         )
     for fact in diagnosis.observed if diagnosis.repair is not None else ():
         one = AccessClaim(some=(fact,), cases=1)
-        judges[f"in this call, {fact}"] = lambda one=one: _accessed((lab,), case, one)  # type: ignore[misc]
+        judges[f"in this call, {fact}"] = lambda one=one: _recurs((lab,), case, one)  # type: ignore[misc]
     places = {*diagnosis.place_sentences(), *diagnosis.pattern.sentences()}
     places |= {one.text for one in diagnosis.side_errors}
     if diagnosis.status == "unexplained":  # measured in this call
@@ -367,17 +379,27 @@ def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
     return decisive > 0
 
 
-def _accessed(labs: Sequence[Lab], case: Case, claim: AccessClaim | None) -> bool:
-    """Return whether the stated accesses concern every wrong row of fresh outputs, no right output, and no
-    output of the unchanged op, which may have a fault of its own.
+def _traits(lab: Lab, case: Case) -> CaseFacts:
+    kernel = kernel_of(lab, case)
+    assert kernel.weights is not None
+    return trait_facts(lab, case, run=kernel.run, measured=kernel.weights)
+
+
+def _recurs(
+    labs: Sequence[Lab],
+    case: Case,
+    claim: AccessClaim | None,
+    facts_of: Callable[[Lab, Case], CaseFacts] = lambda lab, case: access_facts(lab, case, lab.run),
+) -> bool:
+    """Return whether what is stated of accesses or weights concerns every wrong row of fresh outputs.
+
+    It must not concern a right one, nor an output of the unchanged op, which may have a fault of its own.
 
     ``labs``: with the mutant, and with the unchanged op, if that is compared.
     """
     assert claim is not None
     said = {*claim.facts, *claim.either, *claim.some}
-    found, *sound = (
-        [access_facts(lab, fresh, lab.run) for fresh in fresh_cases(case)] for lab in labs
-    )
+    found, *sound = ([facts_of(lab, fresh) for fresh in fresh_cases(case)] for lab in labs)
     is_decisive = any(bool(one.is_wrong.any()) for one in found)
     is_planted = not any(
         said & (one.places.keys() if bool(one.is_wrong.any()) else one.refuted)

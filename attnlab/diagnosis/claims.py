@@ -30,6 +30,7 @@ from attnlab.kernels.triton.probe import (
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import Result
 from attnlab.weights.conclude import rounding_text
+from attnlab.weights.facts import without_implied
 from attnlab.weights.plan import Description
 
 
@@ -541,8 +542,8 @@ def _rows(tokens: dict[int, list[int]], sizes: Sizes) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AccessFacts:
-    """Statements about the accesses of one Case.
+class CaseFacts:
+    """Statements about the accesses of one Case, or about its attention weights.
 
     - ``places``: for each statement, the rows and heads that it concerns, [num_tokens, num_heads] bool.
     - ``is_wrong``: the wrong rows and heads, of the same shape; empty if the Case cannot run.
@@ -597,7 +598,7 @@ class AccessClaim(Claim):
             return f"of each wrong row, one of these is true: {'; '.join(self.either)}"
         return "; ".join((*self.facts, *self.some))
 
-    def holds_in(self, found: AccessFacts) -> bool:
+    def holds_in(self, found: CaseFacts) -> bool:
         """Answer whether the claim is true of another case."""
         if found.refuted & {*self.facts, *self.either, *self.some}:
             return False
@@ -606,6 +607,23 @@ class AccessClaim(Claim):
         is_everywhere = all(found.covers(fact) for fact in self.facts)
         is_split = not self.either or found.covers(*self.either)
         return is_everywhere and is_split and set(self.some) <= set(found.places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraitClaim(AccessClaim):
+    """What is wrong with the attention weights of wrong rows and heads, as an :class:`AccessClaim` says it of
+    accesses."""
+
+    @property
+    def said(self) -> str:
+        """Return the claim in words."""
+        if self.facts:
+            return f"of each wrong row: {'; '.join(without_implied(self.facts))}"
+        return (
+            f"of some wrong rows: {'; '.join(self.some)}"
+            if self.some
+            else super(TraitClaim, self).said
+        )
 
 
 # KernelLocation: where in the source of a kernel a fault may be.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
+from typing import TypeVar
 
 import torch
 
@@ -22,12 +23,13 @@ from attnlab.contracts.violations import Violations, find_violations
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.reads import argument_defects
 from attnlab.diagnosis.address_rules import FAMILY
-from attnlab.diagnosis.candidates import Candidate, ErrorLocations, locate
+from attnlab.diagnosis.candidates import CLEAR, Candidate, ErrorLocations, locate
 from attnlab.diagnosis.claims import (
     UNWRITTEN,
     AccessClaim,
-    AccessFacts,
+    CaseFacts,
     KernelLocation,
+    TraitClaim,
     recorded_facts,
 )
 from attnlab.diagnosis.confirmation import find_rule, processes_of, with_features
@@ -36,6 +38,7 @@ from attnlab.diagnosis.decision import (
     collect_evidence,
     conclude,
     examine,
+    examined,
     with_run_faults,
     without_guess,
 )
@@ -45,6 +48,7 @@ from attnlab.diagnosis.parts import is_part_fact
 from attnlab.diagnosis.pattern import PLACES, Pattern
 from attnlab.diagnosis.refinement import (
     Kernel,
+    can_xray,
     kernel_of,
     true_of_outside,
     with_facts,
@@ -52,7 +56,15 @@ from attnlab.diagnosis.refinement import (
     with_reruns,
 )
 from attnlab.diagnosis.repair_check import with_repair
-from attnlab.diagnosis.reruns import Rerun, few_sequences, find_unwritten, further_cases, keeping
+from attnlab.diagnosis.reruns import (
+    Rerun,
+    few_sequences,
+    find_unwritten,
+    further_cases,
+    keeping,
+    nearby_cases,
+    with_known_contents,
+)
 from attnlab.diagnosis.side_claims import confirmed_side_claims, side_claims
 from attnlab.diagnosis.trials import FULL, Limit
 from attnlab.diagnosis.written_cache import diagnose_write
@@ -66,6 +78,8 @@ from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import same_numbers
 from attnlab.tensors.quantised import output_numbers
+from attnlab.weights.facts import weight_traits
+from attnlab.weights.measurement import Examined
 
 # Compare what the kernels of a Case read and write with what they must, here and in further cases.
 
@@ -104,6 +118,9 @@ def with_bad_lines(
 
 
 Run = Callable[[Case], Result]
+_NO_FACTS = CaseFacts(places={}, is_wrong=torch.zeros(0, 0, dtype=torch.bool))
+_Claim = TypeVar("_Claim", bound=AccessClaim)
+_ENOUGH_CASES = 5
 _EVERYWHERE = torch.tensor([[True]])
 _FOREIGN = (SlotState.OTHER_SEQUENCE, SlotState.OTHER_POSITION, SlotState.NEVER_MAPPED)
 
@@ -119,21 +136,56 @@ def with_accesses(
     is_open = diagnosis.status == "unexplained" or diagnosis.claim is not None
     if not is_open or not diagnosis.wrong_rows:
         return diagnosis
-    first = access_facts(lab, case, run)
-    if not first.places:
-        return diagnosis
-    found, others = [first], (*further_cases(case), *few_sequences(case, fewer_kernels=True))
-    for facts in in_copies(lambda other: access_facts(lab, other, run), others, processes):
-        found.append(facts)
-        if bool(facts.is_wrong.any()) and claim_of_facts(found) is None:
-            return diagnosis
-    claim = claim_of_facts(found)
+    claim = _recurring(case, lambda one: access_facts(lab, one, run), processes, AccessClaim)
     if claim is None:
         return diagnosis
     return dataclasses.replace(diagnosis, status="described", claim=None, accesses=claim)
 
 
-def claim_of_facts(found: Sequence[AccessFacts]) -> AccessClaim | None:
+def with_traits(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Kernel) -> Diagnosis:
+    """Return the diagnosis with what is wrong with the measured weights, if nothing else describes the fault
+    and further cases confirm it. ``lab`` has its tensors on the CPU."""
+    seen = diagnosis.xray
+    is_open = diagnosis.status == "unexplained" and bool(diagnosis.wrong_rows)
+    if not is_open or seen is None or not seen.is_wrong or kernel.weights is None:
+        return diagnosis
+    if diagnosis.largest_in_bounds is not None and diagnosis.largest_in_bounds <= CLEAR:
+        return diagnosis
+    facts = partial(trait_facts, lab, run=kernel.run, measured=kernel.weights)
+    claim = _recurring(case, facts, kernel.processes, TraitClaim, nearby_cases)
+    if claim is None:
+        return diagnosis
+    return dataclasses.replace(diagnosis, status="described", traits=claim)
+
+
+def _recurring(
+    case: Case,
+    facts_of: Callable[[Case], CaseFacts],
+    processes: int,
+    kind: type[_Claim],
+    more: Callable[[Case], Iterable[Case]] = lambda case: (),
+) -> _Claim | None:
+    """Return what is true of a wrong output of a Case and of those of further cases, or None.
+
+    ``more``: returns cases that run if few of the others have a wrong output.
+    """
+    first = facts_of(case)
+    if not first.places:
+        return None
+    found, claim = [first], None
+    further = [*further_cases(case), *few_sequences(case, fewer_kernels=True)]
+    for others in (further, more(case)):
+        for facts in in_copies(facts_of, others, processes):
+            found.append(facts)
+            if bool(facts.is_wrong.any()) and claim_of_facts(found, kind) is None:
+                return None
+        claim = claim_of_facts(found, kind)
+        if claim is not None and claim.cases >= _ENOUGH_CASES:
+            break
+    return claim
+
+
+def claim_of_facts(found: Sequence[CaseFacts], kind: type[_Claim]) -> _Claim | None:
     """Return what is true of a wrong output and of others, or None; the first is the one to describe.
 
     Statements that concern all wrong rows are best, then two that do so together, then those that concern
@@ -149,22 +201,48 @@ def claim_of_facts(found: Sequence[AccessFacts]) -> AccessClaim | None:
         names = [name for name in names if not is_part_fact(name)]
     alone = tuple(name for name in names if all(one.covers(name) for one in wrong))
     if alone:
-        return AccessClaim(facts=alone, cases=cases)
+        return kind(facts=alone, cases=cases)
     for pair in combinations(names, 2):
         if all(one.covers(*pair) for one in wrong):
-            return AccessClaim(either=pair, cases=cases)
+            return kind(either=pair, cases=cases)
     some = tuple(name for name in names if all(name in one.places for one in wrong))
-    return AccessClaim(some=some, cases=cases) if some else None
+    return kind(some=some, cases=cases) if some else None
 
 
-def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
+def trait_facts(
+    lab: Lab, case: Case, *, run: Rerun, measured: Callable[[Case], Examined]
+) -> CaseFacts:
+    """Return what is wrong with the weights of a Case with a wrong output.
+
+    A Case that cannot run says nothing, and neither does one whose weights cannot be measured as they are, or
+    not soon. Rows and heads with errors just above their bounds do not count as wrong: their weights may be
+    within the bounds of a measurement.
+    """
+    known, began = with_known_contents(case), time.perf_counter()
+    for _, _, found in examined(lab, [known], run):
+        wrong = found.evidence.locations.ratio > CLEAR
+        if not bool(wrong.any()):
+            return CaseFacts(places={}, is_wrong=wrong)
+        if not can_xray(known, time.perf_counter() - began):
+            break
+        with contextlib.suppress(AttnLabError):
+            weights = measured(known)
+            traits = None if weights.drawn else weight_traits(weights)
+            if traits is not None:
+                places = {name: torch.zeros_like(wrong) for name in traits}
+                for name, cells in traits.items():
+                    places[name][weights.setup.rows[:, None], weights.setup.heads] = cells
+                return CaseFacts(places=places, is_wrong=wrong)
+    return _NO_FACTS
+
+
+def access_facts(lab: Lab, case: Case, run: Run) -> CaseFacts:
     """Return statements about the accesses of a Case; none if the Case cannot run."""
-    none = AccessFacts(places={}, is_wrong=torch.zeros(0, 0, dtype=torch.bool))
     try:
         traced = case.replace(trace_reads=True, output_init="recycled")
         ran = run(traced)
         if ran.status == "rejected":
-            return none
+            return _NO_FACTS
         evidence = examine(lab, traced, ran.output.cpu(), (), Pattern()).evidence
         wrong = evidence.locations.is_wrong
         found = (
@@ -174,12 +252,12 @@ def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
             *recorded_facts(traced, wrong, run, evidence.problem),
         )
     except AttnLabError:
-        return none
+        return _NO_FACTS
     places: dict[str, torch.Tensor] = {}
     for name, cells in found:
         whole = cells.expand_as(wrong)
         places[name] = places[name] | whole if name in places else whole
-    return AccessFacts(places=places, is_wrong=wrong)
+    return CaseFacts(places=places, is_wrong=wrong)
 
 
 _Found = tuple[
@@ -467,7 +545,8 @@ def _with_runs(
     diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
     diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
     announce(_confirmed(diagnosis))
-    return _with_location(own, case, diagnosis, limit)
+    diagnosis = _with_location(own, case, diagnosis, limit)
+    return with_traits(lab, case, diagnosis, kernel_of(own, case))
 
 
 def if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagnosis:

@@ -28,6 +28,7 @@ from attnlab.diagnosis.claims import (
     PatternClaim,
     PrecisionClaim,
     RepairClaim,
+    TraitClaim,
     in_decodes,
 )
 from attnlab.diagnosis.pattern import Pattern, list_text
@@ -309,7 +310,7 @@ _SLOTS = {
 
 _OF_XRAY = ("status", "descriptions", "confirmed", "sentences")
 # claims that JSON has as text
-_AS_TEXT = ("weights", "accesses", "leak", "claim", "features", "precision")
+_AS_TEXT = ("weights", "accesses", "leak", "claim", "features", "precision", "traits")
 _FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
 
 
@@ -370,6 +371,8 @@ class Diagnosis(Shown):
     - ``features``: if nothing else describes the fault, what the call must have for it, or None.
     - ``precision``: if nothing else describes the fault, that weights are off by rounding, here and in
       further cases, or None.
+    - ``traits``: if nothing else describes the fault, what is wrong with the measured weights wherever the
+      output of a further case is wrong, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for. Only the line of ``repair`` is confirmed by reruns, and printed.
@@ -415,6 +418,7 @@ class Diagnosis(Shown):
     claim: PatternClaim | None = None
     features: FeatureClaim | None = None
     precision: PrecisionClaim | None = None
+    traits: TraitClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
     location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
@@ -661,6 +665,8 @@ class Diagnosis(Shown):
             return f"{self.claim.text} (confirmed on further cases)"
         if self.features is not None:
             return self.features.text
+        if self.traits is not None:
+            return self.traits.text
         return "; ".join(fact.sentence for fact in self.pattern.rules)
 
     def _violation_sentences(self) -> list[str]:

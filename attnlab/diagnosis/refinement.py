@@ -62,9 +62,10 @@ from attnlab.kernels.triton.run_log import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of, weights_of
 from attnlab.tensors.cache import PagedCache
-from attnlab.weights.conclude import most_runs, rounding_of, xray
+from attnlab.weights.conclude import measured_weights, most_runs, rounding_of, xray
 from attnlab.weights.facts import MOST_FACTS, weight_facts
 from attnlab.weights.fit import compare
+from attnlab.weights.measurement import Examined
 from attnlab.weights.plan import Description
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.xray import XRay, predict_case
@@ -512,7 +513,8 @@ class Kernel:
     """A kernel at hand.
 
     ``run``: runs a Case; ``run_with``: runs a Case with another cache than ``cache_of`` returns for it, or
-    None; ``xray``: measures the weights; ``rounding``: as :func:`attnlab.weights.conclude.rounding_of`. All
+    None; ``xray``: measures the weights; ``weights``, ``rounding``: as
+    :func:`attnlab.weights.conclude.measured_weights` and :func:`attnlab.weights.conclude.rounding_of`. All
     outputs are on the CPU. ``is_deterministic``: as ``Backend.is_deterministic``. ``processes``: how many
     processes may run it at a time.
     """
@@ -521,6 +523,7 @@ class Kernel:
     run_with: CacheRun | None = None
     cache_of: Callable[[Case], PagedCache] | None = None
     xray: Callable[[Case], XRay] | None = None
+    weights: Callable[[Case], Examined] | None = None
     rounding: Callable[[Case], float | None] | None = None
     is_deterministic: bool = False
     processes: int = 1
@@ -541,6 +544,7 @@ def kernel_of(lab: Lab, case: Case) -> Kernel:
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
         xray=lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
+        weights=lambda case: measured_weights(case, lab),
         rounding=lambda case: rounding_of(case, lab),
         processes=processes_of(lab, case),
     )

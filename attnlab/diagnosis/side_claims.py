@@ -33,6 +33,8 @@ _CLOSE = 1e-3
 _UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _PARTS = 16  # parts of a sequence whose log-sum-exps may be rounded before they are merged
 _ROUNDED = "right up to rounding to "
+_TOO_LARGE, _TOO_SMALL = "too large", "too small"
+_UNSIZED = (_ROUNDED, _TOO_LARGE, _TOO_SMALL)  # laws that do not say by how much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class SideClaim:
     @property
     def sentence(self) -> str:
         """Return the claim in words, with the size of the errors if that says more than the law."""
-        is_size = self.largest and (not self.what or self.what.startswith(_ROUNDED))
+        is_size = self.largest and (not self.what or self.what.startswith(_UNSIZED))
         size = f", off by up to {self.largest:.2g} ({self.ratio:.3g} rounding bounds)"
         return self._said(size if is_size else "")
 
@@ -220,6 +222,8 @@ def _laws(
     for name, law in laws.items():
         if bool(((values - law).abs() <= _CLOSE * (1 + law.abs())).all()):
             yield name
+    if bool((difference > 0).all()) or bool((difference < 0).all()):
+        yield _TOO_LARGE if float(difference[0]) > 0 else _TOO_SMALL
 
 
 def _roundings(

@@ -577,13 +577,18 @@ def rounding_text(largest: float) -> str:
     )
 
 
+def measured_weights(case: Case, lab: Lab) -> Examined:
+    """Return the weights of a Case, on the CPU, without a search for what explains them. Raises as
+    :func:`xray`."""
+    return examine(_on_fastest(_of_case(case, lab, lab.backend(case)), lab.device)).on_cpu
+
+
 def rounding_of(case: Case, lab: Lab) -> float | None:
     """Measure the weights of a Case, and return by how much of it one is off at most; 0 if all are right.
 
     None if rounding to bfloat16 does not explain every weight. Raises as :func:`xray`.
     """
-    subject = _on_fastest(_of_case(case, lab, lab.backend(case)), lab.device)
-    usable = usable_rows(examine(subject).on_cpu)
+    usable = usable_rows(measured_weights(case, lab))
     three = usable.setup, usable.measured, usable.expected
     if not usable.is_all or bool(usable.zero.any()) or not is_coarse(*three):
         return None

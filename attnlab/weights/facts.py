@@ -1,12 +1,14 @@
-"""weight_facts: what an X-ray measured in one call, in words. Nothing is concluded about other calls."""
+"""What an X-ray measured in one call, in words: weight_facts with its numbers, weight_traits without."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from attnlab.weights.codes import NONE
+from attnlab.weights.measurement import Examined
 from attnlab.weights.plan import numbers, right_keys
+from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.xray import XRay
 
 _FLOOR = 4.0  # absolute precisions: a weight up to this is none
@@ -17,6 +19,19 @@ _MOST = 2000  # wrong rows × heads; with more of them, no fact is stated
 MOST_FACTS = 3
 _MOST_RUNS = 3  # ranges of keys that are listed
 _SEVERAL = {"s": "", "its": "their", "has": "have"}
+_EDGES = {
+    "all keys of the context": "the {0} keys of the context",
+    "the last keys": "the last {0} of {its} keys",
+    "the first keys": "the first {0} of {its} keys",
+}
+_LOST = "keys that must count have no weight"
+_LESS = "the weights sum to less than is right"
+_NONE, _OWN = "no key has a weight", "the key of the row itself has no weight"
+_IMPLIED = {
+    _NONE: (_LOST, _LESS),
+    **{f"{which} have no weight": (_LOST,) for which in _EDGES},
+    _OWN: (_LOST,),
+}
 _FACTORS = {1.0: "all of", 0.5: "half of", 0.25: "a quarter of", 2.0: "twice"}
 
 
@@ -44,12 +59,14 @@ class _Seen:
     """What was measured in one row: ``words`` from the most specific to the most general statement.
 
     The first holds these positions, those between relate them to the row, and the last counts them.
+    ``traits``: as in :func:`weight_traits`.
     """
 
     kind: str
     row: int
     heads: tuple[int, ...]
     words: tuple[_Words, ...]
+    traits: tuple[str, ...]
 
 
 def weight_facts(found: XRay) -> tuple[WeightFact, ...]:
@@ -59,40 +76,75 @@ def weight_facts(found: XRay) -> tuple[WeightFact, ...]:
     and rows whose query is not finite, have none. A call with thousands of wrong rows and heads has none,
     either: this would take seconds.
     """
-    setup = found.setup
-    wrong = ~((found.weights - found.expected).abs() <= _SAME * found.bound).all(-1)
-    chosen = wrong.any(1) & setup.query.isfinite().flatten(1).all(1)
-    rows = torch.nonzero(chosen & ~found.measurement.unwritten).flatten().tolist()
-    if int(wrong.sum()) > _MOST:
-        return ()
-    visible = right_keys(setup)
     seen: dict[str, list[_Seen]] = {}
-    for row in rows:
-        for one in _of_row(found, row, wrong[row], visible[row]):
-            seen.setdefault(one.kind, []).append(one)
+    for one in _all_seen(found.examined.on_cpu):
+        seen.setdefault(one.kind, []).append(one)
     most = MOST_FACTS if len(seen) == 1 else 2  # groups of rows of one kind
-    facts = [fact for several in seen.values() for fact in _grouped(found, several, most)]
+    facts = [fact for several in seen.values() for fact in _grouped(found.setup, several, most)]
     facts.sort(key=lambda one: (-len(one.rows) * len(one.heads), one.rows))
     return tuple(facts[:MOST_FACTS])
 
 
-def _grouped(found: XRay, seen: list[_Seen], most: int) -> Iterator[WeightFact]:
+def weight_traits(found: Examined) -> dict[str, torch.Tensor] | None:
+    """Return what is wrong with the weights of rows and heads, each with these: [rows, heads] bool.
+
+    The sentences have no numbers, so that they can be compared with those of other calls. Rows without facts
+    (:func:`weight_facts`) have no traits. All tensors of ``found`` are on the CPU. None if thousands of rows
+    and heads are wrong.
+    """
+    if int(_wrong(found).sum()) > _MOST:
+        return None
+    traits: dict[str, torch.Tensor] = {}
+    for one in _all_seen(found):
+        for text in one.traits:
+            cells = traits.setdefault(text, torch.zeros(found.expected.shape[:2], dtype=torch.bool))
+            cells[one.row, list(one.heads)] = True
+    return traits
+
+
+def without_implied(traits: Iterable[str]) -> list[str]:
+    """Return traits without those that follow from others."""
+    left = list(traits)
+    for one in {*left} & _IMPLIED.keys():
+        left = [other for other in left if other not in _IMPLIED[one]]
+    return left
+
+
+def _all_seen(found: Examined) -> Iterator[_Seen]:
+    """Yield what was measured in rows with wrong weights; nothing if there are thousands of them."""
+    setup, wrong = found.setup, _wrong(found)
+    chosen = wrong.any(1) & setup.query.isfinite().flatten(1).all(1)
+    rows = torch.nonzero(chosen & ~found.measurement.unwritten).flatten().tolist()
+    if int(wrong.sum()) > _MOST:
+        return
+    visible = right_keys(setup)
+    for row in rows:
+        yield from _of_row(found, row, wrong[row], visible[row])
+
+
+def _wrong(found: Examined) -> torch.Tensor:
+    """Return which rows and heads have weights that are off by more than some bounds, [rows, heads] bool."""
+    error = (found.measurement.weights - found.expected).abs()
+    return ~(error <= _SAME * found.bound).all(-1)
+
+
+def _grouped(setup: AttentionSetup, seen: list[_Seen], most: int) -> Iterator[WeightFact]:
     """Yield facts of rows with one kind: by positions that all share, else by a relation that all share, else
     by the positions of up to ``most`` groups, else by what is true of all."""
     texts = [[words.text for words in one.words] for one in seen]
     relation = next((text for text in texts[0][:-1] if all(text in known for known in texts)), None)
     if relation is not None:
-        yield _fact(found, seen, relation)
+        yield _fact(setup, seen, relation)
         return
     level = 0 if len({known[0] for known in texts}) <= most else -1
     for text in sorted({known[level] for known in texts}):
         some = [one for one in seen if one.words[level].text == text]
-        yield _fact(found, some, text)
+        yield _fact(setup, some, text)
 
 
-def _fact(found: XRay, seen: list[_Seen], text: str) -> WeightFact:
+def _fact(setup: AttentionSetup, seen: list[_Seen], text: str) -> WeightFact:
     """Return the fact of rows that share a statement, with the ranges of its numbers."""
-    setup, rows = found.setup, sorted({one.row for one in seen})
+    rows = sorted({one.row for one in seen})
     ranges = [next(words.ranges for words in one.words if words.text == text) for one in seen]
     texts = [_range(column) for column in zip(*ranges, strict=True)]
     is_one = len(rows) == 1
@@ -128,24 +180,26 @@ def _ends(numbers: torch.Tensor) -> tuple[float, float]:
 
 
 def _of_row(
-    found: XRay, row: int, is_wrong: torch.Tensor, visible: torch.Tensor
+    found: Examined, row: int, is_wrong: torch.Tensor, visible: torch.Tensor
 ) -> Iterator[_Seen]:
     """Yield what was measured in a row, for the heads that share it; ``is_wrong``: [H], ``visible``: [E]."""
     wrong = torch.nonzero(is_wrong).flatten()
-    weights = found.weights[row, wrong]
+    weights = found.measurement.weights[row, wrong]
     is_finite = weights.isfinite().all(1)
     is_none = (weights == 0).all(1) & bool(visible.any())
-    for kind, chosen, text in (
+    for kind, chosen, text, traits in (
         (
             "not finite",
             ~is_finite,
             "{has} no finite weight, with finite keys and values",
+            ("no weight is finite, with finite keys and values",),
         ),
-        ("none", is_none, "give{s} no weight to any key"),
+        ("none", is_none, "give{s} no weight to any key", (_LOST, _NONE, _LESS)),
     ):
         heads = tuple(wrong[chosen].tolist())
         if heads:
-            yield _Seen(kind=kind, row=row, heads=heads, words=(_Words(text=text),))
+            words = (_Words(text=text),)
+            yield _Seen(kind=kind, row=row, heads=heads, words=words, traits=traits)
     groups: list[list[int]] = []
     for head in wrong[is_finite & ~is_none].tolist():
         known = next(
@@ -162,7 +216,7 @@ def _of_row(
 class _Keys:
     """The weights of the keys of one row, for some heads."""
 
-    def __init__(self, found: XRay, row: int, visible: torch.Tensor, heads: list[int]) -> None:
+    def __init__(self, found: Examined, row: int, visible: torch.Tensor, heads: list[int]) -> None:
         setup = found.setup
         self.found, self.row, self.heads = found, row, heads
         self.position = int(setup.position[row])
@@ -170,7 +224,7 @@ class _Keys:
         positions, order = setup.entry_position[row][visible].sort()
         self.at, self.slots = positions, slots[order]
         self.floor = _FLOOR * float(setup.fixed[row])
-        weights = found.weights[row, heads]
+        weights = found.measurement.weights[row, heads]
         self.measured, self.expected = (
             weights[:, self.slots],
             found.expected[row, heads][:, self.slots],
@@ -224,15 +278,44 @@ class _Keys:
         elif rest is not None:
             words = [_joined(one, "; ", rest) for one in words]
         return _Seen(
-            kind=" and ".join(kinds), row=self.row, heads=tuple(self.heads), words=tuple(words)
+            kind=" and ".join(kinds),
+            row=self.row,
+            heads=tuple(self.heads),
+            words=tuple(words),
+            traits=tuple(self._traits()),
         )
+
+    def _traits(self) -> Iterator[str]:
+        """Yield what is wrong, without numbers."""
+        if bool(self.missing.any()):
+            yield _LOST
+            if bool(self.missing[self.at == self.position].any()):
+                yield _OWN
+            yield from (f"{which} have no weight" for which, _ in self._edges())
+        yield from (f"{kind} have a weight and must not count" for kind in self._kinds_of_extra())
+        least_more, most_more = _ends(self.measured.sum(1) + self.extra_sum - self.expected.sum(1))
+        bound = _SAME * float(self.found.setup.relative[self.row]) + self.floor * len(self.at)
+        if most_more < -bound:
+            yield _LESS
+        elif least_more > bound:
+            yield "the weights sum to more than is right"
+        known = self.expected > _CLEAR * self.floor
+        ratio, spread = self._spread()
+        low = (ratio - spread).masked_fill(~known, -torch.inf)
+        high = (ratio + spread).masked_fill(~known, torch.inf)
+        if not bool((known.any(1) & (low.amax(1) > high.amin(1))).all()):
+            if not bool(self.missing.any()) and not len(self.extra):
+                yield "every key has the same multiple of its weight"
+        elif bool((low.cummax(1).values <= high).all()):
+            yield "earlier keys weigh too little in comparison with later ones"
+        elif bool((high.cummin(1).values >= low).all()):
+            yield "earlier keys weigh too much in comparison with later ones"
 
     def _missing(self) -> Iterator[_Words]:
         """Yield statements about the keys without a weight."""
-        missing, present = torch.nonzero(self.missing).flatten(), self.present
-        first, last = int(missing[0]), int(missing[-1])
+        missing = torch.nonzero(self.missing).flatten()
         runs = self._runs(missing.tolist())
-        is_own = len(missing) == 1 and int(self.at[first]) == self.position
+        is_own = len(missing) == 1 and int(self.at[missing[0]]) == self.position
         if len(runs) <= _MOST_RUNS:
             text = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
             noun = "key" if runs == [(runs[0][0], runs[0][0])] else "keys"
@@ -240,21 +323,23 @@ class _Keys:
             yield _Words(text=f"give{{s}} no weight to {noun} {text}{own}")
         if is_own:
             yield _Words(text="give{s} no weight to {its} own key")
-        context = int((self.at < int(self.found.setup.ctx_len[self.row])).sum())
-        edges: tuple[tuple[bool, str, int], ...] = (
-            (
-                last < context and not bool(present[:context].any()),
-                "the {0} keys of the context",
-                context,
-            ),
-            (not bool(present[first:].any()), "the last {0} of {its} keys", len(self.at) - first),
-            (not bool(present[: last + 1].any()), "the first {0} of {its} keys", last + 1),
-        )
-        for holds, which, count in edges:
-            if holds:
-                yield _Words(text=f"give{{s}} no weight to {which}", ranges=((count, count),))
+        for which, count in self._edges():
+            text = _EDGES[which]
+            yield _Words(text=f"give{{s}} no weight to {text}", ranges=((count, count),))
         count = sum(b - a + 1 for a, b in runs)
         yield _Words(text="give{s} no weight to {0} of {its} keys", ranges=((count, count),))
+
+    def _edges(self) -> Iterator[tuple[str, int]]:
+        """Yield which keys without a weight are the first or the last ones, as in _EDGES, and how many."""
+        missing, present = torch.nonzero(self.missing).flatten(), self.present
+        first, last = int(missing[0]), int(missing[-1])
+        context = int((self.at < int(self.found.setup.ctx_len[self.row])).sum())
+        if last < context and not bool(present[:context].any()):
+            yield "all keys of the context", context
+        if not bool(present[first:].any()):
+            yield "the last keys", len(self.at) - first
+        if not bool(present[: last + 1].any()):
+            yield "the first keys", last + 1
 
     def _runs(self, missing: list[int]) -> list[tuple[int, int]]:
         """Return ranges of positions without a weight: from one key that is missed to another, with none
@@ -269,6 +354,12 @@ class _Keys:
 
     def _extra(self) -> _Words:
         """Return how many keys have a weight that the row must not see, and which."""
+        which = ", ".join(self._kinds_of_extra()).replace("its", "{its}")
+        text = f"keys that must not count: {which} ({{0}})"
+        return _Words(text=text, ranges=((len(self.extra), len(self.extra)),))
+
+    def _kinds_of_extra(self) -> list[str]:
+        """Return which keys have a weight that the row must not see, in words."""
         owners, seq = self.found.owners, int(self.found.setup.seq[self.row])
         kinds = []
         for slot in self.extra.tolist():
@@ -278,12 +369,10 @@ class _Keys:
             elif owner != seq:
                 kinds.append("keys of other sequences")
             elif bool(owners.is_tail[slot]):
-                kinds.append("slots after the end of {its} sequence")
+                kinds.append("slots after the end of its sequence")
             else:
                 kinds.append("later keys" if at > self.position else "earlier keys")
-        which = ", ".join(dict.fromkeys(sorted(kinds)))
-        text = f"keys that must not count: {which} ({{0}})"
-        return _Words(text=text, ranges=((len(self.extra), len(self.extra)),))
+        return sorted(set(kinds))
 
     def _rest(self) -> _Words | None:
         """Return how the other keys' weights are wrong, too, or None if they follow from what is missing and
@@ -335,9 +424,7 @@ class _Keys:
         if not known:
             return None
         starts = [known[0]]
-        relative, fixed = self.found.setup.relative[self.row], self.found.setup.fixed[self.row]
-        ratio = self.measured / self.expected
-        spread = _SAME * (relative * ratio.abs().clamp(min=1) + fixed / self.expected)
+        ratio, spread = self._spread()
         low, high = ratio - spread, ratio + spread
         least, most = low[:, known[0]], high[:, known[0]]
         for one in known[1:]:
@@ -349,16 +436,28 @@ class _Keys:
                 return None
         return starts
 
+    def _spread(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factor of each weight, [heads, keys], and by how much it may be off."""
+        relative, fixed = self.found.setup.relative[self.row], self.found.setup.fixed[self.row]
+        ratio = self.measured / self.expected
+        return ratio, _SAME * (relative * ratio.abs().clamp(min=1) + fixed / self.expected)
+
+    def _ranges(self, starts: list[int]) -> list[tuple[int, int]]:
+        """Return the first key of each range, and the first one after it."""
+        return list(zip(starts, [*starts[1:], len(self.at)], strict=True))
+
+    def _factor(self, begin: int, end: int) -> torch.Tensor:
+        """Return the factor of the weights of a range of keys, [heads], from those that are large enough."""
+        known = self.expected[:, begin:end] > _CLEAR * self.floor
+        measured, expected = self.measured[:, begin:end], self.expected[:, begin:end]
+        total: torch.Tensor = torch.where(known, expected, 0.0).sum(1)
+        return torch.where(known, measured, 0.0).sum(1) / total
+
     def _parts(self, starts: list[int]) -> _Words:
         """Return the factor of each range of keys, of all heads."""
         texts, ranges = list[str](), list[tuple[float, float]]()
-        for i, begin in enumerate(starts):
-            end = starts[i + 1] if i + 1 < len(starts) else len(self.at)
-            known = self.expected[:, begin:end] > _CLEAR * self.floor
-            low, high = _ends(
-                torch.where(known, self.measured[:, begin:end], 0.0).sum(1)
-                / torch.where(known, self.expected[:, begin:end], 0.0).sum(1)
-            )
+        for i, (begin, end) in enumerate(self._ranges(starts)):
+            low, high = _ends(self._factor(begin, end))
             last = int(self.at[end - 1])
             keys = f"keys {int(self.at[begin])}–{last}" if i else f"keys up to {last}"
             keys = keys if end < len(self.at) else f"keys from {int(self.at[begin])} on"

@@ -547,6 +547,12 @@ class Examined:
         """Return this with all tensors on the CPU."""
         return self if self.setup.device.type == "cpu" else moved(self, "cpu")
 
+    @property
+    def bound(self) -> torch.Tensor:
+        """Return the rounding bound of each weight, [rows, heads, slots]."""
+        setup = self.setup
+        return self.expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
+
     @cached_property
     def is_right(self) -> bool:
         """Answer whether every row is finite, with the right weights and values."""

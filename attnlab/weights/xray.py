@@ -121,8 +121,7 @@ class XRay(Shown):
     @property
     def bound(self) -> torch.Tensor:
         """Return the rounding bound of each weight, [rows, heads, slots]."""
-        setup = self.setup
-        return self.expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
+        return self.examined.on_cpu.bound
 
     @property
     def wrong(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from helpers.sources import RELEASES, needs_triton, of_release
 
 from attnlab.case.ops import OPS
 from attnlab.checker.hostile import hostile_cases
-from attnlab.diagnosis.claims import AccessFacts
+from attnlab.diagnosis.claims import AccessClaim, CaseFacts
 from attnlab.diagnosis.diagnose import claim_of_facts, diagnose
 from attnlab.diagnosis.parts import part_facts
 from attnlab.kernels import find_backend
@@ -130,8 +130,8 @@ def test_an_op_that_did_not_merge_has_no_such_facts(problem):
 def test_both_kernels_are_not_blamed_in_different_places(second):
     (first,) = MERGES_WRONG
     wrong = torch.ones(2, 2, dtype=torch.bool)
-    found = [AccessFacts(places={fact: wrong}, is_wrong=wrong) for fact in (first, second)]
-    claim = claim_of_facts(found)
+    found = [CaseFacts(places={fact: wrong}, is_wrong=wrong) for fact in (first, second)]
+    claim = claim_of_facts(found, AccessClaim)
     assert (claim is None) == (second != first)
 
 

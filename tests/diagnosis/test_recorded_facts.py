@@ -17,7 +17,7 @@ from attnlab.case.case import Case
 from attnlab.diagnosis import confirmation, reruns
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.address_rules import FAMILY
-from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, recorded_facts
+from attnlab.diagnosis.claims import AccessClaim, CaseFacts, is_conflict, recorded_facts
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import (
     claim_of_facts,
@@ -106,8 +106,8 @@ def cells(*places: tuple[int, int]) -> torch.Tensor:
     return found
 
 
-def of_case(wrong: torch.Tensor, **places: torch.Tensor) -> AccessFacts:
-    return AccessFacts(places=places, is_wrong=wrong)
+def of_case(wrong: torch.Tensor, **places: torch.Tensor) -> CaseFacts:
+    return CaseFacts(places=places, is_wrong=wrong)
 
 
 ROW_0, ROW_1 = cells((0, 0), (0, 1)), cells((1, 0), (1, 1))
@@ -124,8 +124,8 @@ def test_a_right_output_refutes_only_facts_that_are_no_faults_there():
 def test_a_fact_of_some_wrong_rows_alone_yields_to_two_that_concern_all():
     """The claim names every wrong row: those that are not read and those that are not written."""
     first, second = of_case(ROW_0, read=ROW_0), of_case(BOTH, read=ROW_0, written=ROW_1)
-    assert claim_of_facts([first, first]) == AccessClaim(facts=("read",), cases=1)
-    claim = claim_of_facts([first, second])
+    assert claim_of_facts([first, first], AccessClaim) == AccessClaim(facts=("read",), cases=1)
+    claim = claim_of_facts([first, second], AccessClaim)
     assert claim == AccessClaim(either=("read", "written"), cases=1)
     assert claim.holds_in(of_case(ROW_1, written=ROW_1))
     assert not claim.holds_in(of_case(BOTH, written=ROW_1))
@@ -133,7 +133,7 @@ def test_a_fact_of_some_wrong_rows_alone_yields_to_two_that_concern_all():
 
 
 def test_without_that_a_fact_of_each_wrong_output_is_stated():
-    claim = claim_of_facts([of_case(BOTH, read=ROW_0), of_case(ROW_1, read=ROW_0)])
+    claim = claim_of_facts([of_case(BOTH, read=ROW_0), of_case(ROW_1, read=ROW_0)], AccessClaim)
     assert claim == AccessClaim(some=("read",), cases=1)
     assert not claim.holds_in(of_case(ROW_1))
 
@@ -162,10 +162,10 @@ def test_an_input_that_is_read_for_other_rows_is_not_read_for_its_own():
 def test_a_fact_that_a_wrong_output_lacks_is_no_claim():
     """A wrong slot of another sequence is one of the same sequence in a batch of one."""
     found = [of_case(ROW_0, read=ROW_0), of_case(ROW_1, read=ROW_1)]
-    claim = claim_of_facts(found)
+    claim = claim_of_facts(found, AccessClaim)
     assert claim == AccessClaim(facts=("read",), cases=1)
     assert not claim.holds_in(of_case(ROW_0))
-    assert claim_of_facts([*found, of_case(ROW_0)]) is None
+    assert claim_of_facts([*found, of_case(ROW_0)], AccessClaim) is None
 
 
 def test_nothing_is_stated_of_kernels_that_are_not_interpreted():
