@@ -264,14 +264,18 @@ def test_an_xray_holds_if_further_outputs_follow_from_it(again, is_confirmed):
 
 
 def test_the_law_of_a_wrong_log_sum_exp_is_stated():
-    """The logarithm of the sum minus the maximum, in place of plus; and nothing for random numbers."""
+    """The logarithm of the sum minus the maximum, in place of plus; and the sign alone for random numbers."""
     highest, sums = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.4, 3.0, 1.1])
     expected = highest + sums.log()
     bound = torch.full((3,), 1e-5)
     found = list(_laws(sums.log() - highest, expected, highest, bound))
     assert found == ["the logarithm of the sum minus the maximum"]
-    assert not list(_laws(expected + torch.tensor([0.1, 0.7, 0.3]), expected, highest, bound))
-    assert list(_laws(expected + 0.2, expected, highest, bound)) == ["the right one +0.200"]
+    random = torch.tensor([0.1, 0.7, 0.3])
+    assert list(_laws(expected + random, expected, highest, bound)) == ["too large"]
+    assert list(_laws(expected - random, expected, highest, bound)) == ["too small"]
+    assert not list(_laws(expected + random - 0.2, expected, highest, bound))
+    found = list(_laws(expected + 0.2, expected, highest, bound))
+    assert found[0] == "the right one +0.200"
 
 
 @pytest.mark.parametrize(
@@ -280,14 +284,14 @@ def test_the_law_of_a_wrong_log_sum_exp_is_stated():
         (math.log(2), 1, "ln(2) times the maximum plus the logarithm of the sum"),
         (1, 1 / math.log(2), "the maximum plus log2(e) times the logarithm of the sum"),
         (2, 1, "2 times the maximum plus the logarithm of the sum"),
-        (1, 0.8, None),
+        (1, 0.8, "too small"),
     ],
 )
 def test_a_log_sum_exp_of_two_bases_is_stated(of_maximum, of_sum, law):
     highest, sums = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.4, 3.0, 1.1])
     wrong = of_maximum * highest + of_sum * sums.log()
     found = list(_laws(wrong, highest + sums.log(), highest, torch.full((3,), 1e-5)))
-    assert found == ([] if law is None else [law])
+    assert found[0] == law
 
 
 ROUNDED_TO_16_BITS = (

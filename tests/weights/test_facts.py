@@ -9,7 +9,8 @@ from helpers import faulty_attention, hooked_attention
 import attnlab
 from attnlab.case.case import Case
 from attnlab.diagnosis.refinement import with_facts
-from attnlab.weights.facts import MOST_FACTS, weight_facts
+from attnlab.weights import facts as facts_module
+from attnlab.weights.facts import MOST_FACTS, weight_facts, weight_traits, without_implied
 from attnlab.weights.xray import XRay
 
 FIELDS = {
@@ -125,8 +126,15 @@ def test_every_key_without_a_weight_has_none():
         assert float(found.weights[row][:, slots].abs().max()) == 0
 
 
-def test_a_diagnosis_states_them_if_nothing_describes_the_fault():
-    """The further cases have no sequence of nine new tokens, so they are right, and confirm nothing."""
+@pytest.fixture
+def no_traits(monkeypatch):
+    """Let no further case confirm what is wrong with the weights."""
+    monkeypatch.setattr(
+        "attnlab.diagnosis.diagnose.with_traits", lambda lab, case, diagnosis, kernel: diagnosis
+    )
+
+
+def test_a_diagnosis_states_them_if_nothing_describes_the_fault(no_traits):
     case = Case(**FIELDS, backend=f"{hooked_attention.__file__}:own_key_of_row_8_lost")
     found = attnlab.diagnose(case)
     text = "row 8 (sequence 0, token 8) gives no weight to key 28, its own"
@@ -136,8 +144,76 @@ def test_a_diagnosis_states_them_if_nothing_describes_the_fault():
     assert found.to_dict()["observed"] == [text]
 
 
-def test_wrong_rows_with_right_weights_are_stated():
+def test_wrong_rows_with_right_weights_are_stated(no_traits):
     case = Case(**FIELDS, backend=f"{hooked_attention.__file__}:own_key_of_row_8_lost")
     found = with_facts(attnlab.diagnose(case), torch.tensor([5, 8]))
     words = "the weights of row 5 are right, and the output is wrong"
     assert found.observed[1:] == (words,)
+
+
+NO_WEIGHT = "keys that must count have no weight"
+LESS = "the weights sum to less than is right"
+SAME = "every key has the same multiple of its weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "traits", "rows"),
+    [
+        (
+            "own_key_of_row_8_lost",
+            {NO_WEIGHT, "the key of the row itself has no weight", "the last keys have no weight"}
+            | {"earlier keys weigh too much in comparison with later ones"},
+            [8],
+        ),
+        ("halved", {SAME, LESS}, range(12)),
+        (
+            "tile_0_halved",
+            {"earlier keys weigh too little in comparison with later ones", LESS},
+            range(12),
+        ),
+        ("zeros_in_row_3", {NO_WEIGHT, LESS, "no key has a weight"}, [3]),
+        ("nan_in_row_3", {"no weight is finite, with finite keys and values"}, [3]),
+        ("sound", set(), []),
+    ],
+)
+def test_traits_are_those_of_the_planted_faults(name, traits, rows):
+    found = weight_traits(measured(name).examined)
+    assert found is not None
+    assert set(found) == traits
+    for cells in found.values():
+        assert torch.nonzero(cells.all(1)).flatten().tolist() == list(rows)
+
+
+def test_a_trait_concerns_its_rows_and_heads_alone():
+    found = weight_traits(measured("head_3_halved").examined)
+    assert found is not None
+    assert set(found) == {SAME, LESS}
+    assert found[SAME].any(0).tolist() == [False, False, False, True]
+    later = weight_traits(measured("causal_one_too_many").examined)
+    assert later is not None
+    cells = later["later keys have a weight and must not count"]
+    assert torch.nonzero(cells.any(1)).flatten().tolist() == [*range(8), 10]
+
+
+def test_thousands_of_wrong_rows_have_no_traits(monkeypatch):
+    found = measured("halved").examined
+    monkeypatch.setattr(facts_module, "_MOST", 12)
+    assert weight_traits(found) is None
+
+
+def test_what_follows_from_a_trait_is_not_said():
+    none = "no key has a weight"
+    assert without_implied([NO_WEIGHT, none, LESS]) == [none]
+    assert without_implied([NO_WEIGHT, LESS]) == [NO_WEIGHT, LESS]
+
+
+def test_traits_that_further_cases_have_describe_a_fault():
+    found = attnlab.diagnose(
+        Case(**FIELDS, backend=f"{hooked_attention.__file__}:own_key_of_row_8_lost")
+    )
+    assert found.status == "described"
+    assert found.traits is not None
+    assert found.conclusion == found.to_dict()["traits"] == found.traits.text
+    assert found.conclusion.startswith("of each wrong row: ")
+    assert "the key of the row itself has no weight" in found.conclusion
+    assert found.traits.cases > 1
