@@ -27,6 +27,9 @@ _EDGES = {
 _LOST = "keys that must count have no weight"
 _LESS = "the weights sum to less than is right"
 _MORE = "the weights sum to more than is right"
+_SAME_FACTOR = "every key has the same multiple of its weight"
+_RISES = "earlier keys weigh too little in comparison with later ones"
+_FALLS = "earlier keys weigh too much in comparison with later ones"
 _NONE, _OWN = "no key has a weight", "the key of the row itself has no weight"
 _IMPLIED = {
     _NONE: (_LOST, _LESS),
@@ -60,12 +63,14 @@ class _Seen:
     """What was measured in one row: ``words`` from the most specific to the most general statement.
 
     The first holds these positions, those between relate them to the row, and the last counts them.
+    ``traits``: as in :func:`weight_traits`, each with its heads.
     """
 
     kind: str
     row: int
     heads: tuple[int, ...]
     words: tuple[_Words, ...]
+    traits: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def weight_facts(found: XRay) -> tuple[WeightFact, ...]:
@@ -76,9 +81,8 @@ def weight_facts(found: XRay) -> tuple[WeightFact, ...]:
     either: this would take seconds.
     """
     seen: dict[str, list[_Seen]] = {}
-    for row, wrong, visible in _wrong_rows(found.examined.on_cpu):
-        for one in _of_row(found.examined.on_cpu, row, wrong, visible):
-            seen.setdefault(one.kind, []).append(one)
+    for one in _all_seen(found.examined.on_cpu):
+        seen.setdefault(one.kind, []).append(one)
     most = MOST_FACTS if len(seen) == 1 else 2  # groups of rows of one kind
     facts = [fact for several in seen.values() for fact in _grouped(found.setup, several, most)]
     facts.sort(key=lambda one: (-len(one.rows) * len(one.heads), one.rows))
@@ -95,22 +99,11 @@ def weight_traits(found: Examined) -> dict[str, torch.Tensor] | None:
     if int(_wrong(found).sum()) > _MOST:
         return None
     traits: dict[str, torch.Tensor] = {}
-    for row, wrong, visible in _wrong_rows(found):
-        for head in wrong.tolist():
-            for text in _traits(found, row, head, visible):
-                cells = torch.zeros(found.expected.shape[:2], dtype=torch.bool)
-                traits.setdefault(text, cells)[row, head] = True
+    for one in _all_seen(found):
+        for text, heads in one.traits:
+            cells = traits.setdefault(text, torch.zeros(found.expected.shape[:2], dtype=torch.bool))
+            cells[one.row, list(heads)] = True
     return traits
-
-
-def _traits(found: Examined, row: int, head: int, visible: torch.Tensor) -> Iterable[str]:
-    """Return what is wrong with the weights of a row and head, without numbers."""
-    is_finite, is_none = _kinds(found, row, torch.tensor([head]), visible)
-    if not bool(is_finite):
-        return ("no weight is finite, with finite keys and values",)
-    if bool(is_none):
-        return (_LOST, _NONE, _LESS)
-    return _Keys(found, row, visible, [head]).traits()
 
 
 def without_implied(traits: Iterable[str]) -> list[str]:
@@ -121,9 +114,8 @@ def without_implied(traits: Iterable[str]) -> list[str]:
     return left
 
 
-def _wrong_rows(found: Examined) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield the rows with wrong weights, each with its wrong heads, [n], and which entries it must see, [E];
-    none if there are thousands."""
+def _all_seen(found: Examined) -> Iterator[_Seen]:
+    """Yield what was measured in rows with wrong weights; nothing if there are thousands of them."""
     setup, wrong = found.setup, _wrong(found)
     chosen = wrong.any(1) & setup.query.isfinite().flatten(1).all(1)
     rows = torch.nonzero(chosen & ~found.measurement.unwritten).flatten().tolist()
@@ -131,21 +123,13 @@ def _wrong_rows(found: Examined) -> Iterator[tuple[int, torch.Tensor, torch.Tens
         return
     visible = right_keys(setup)
     for row in rows:
-        yield row, torch.nonzero(wrong[row]).flatten(), visible[row]
+        yield from _of_row(found, row, wrong[row], visible[row])
 
 
 def _wrong(found: Examined) -> torch.Tensor:
     """Return which rows and heads have weights that are off by more than some bounds, [rows, heads] bool."""
     error = (found.measurement.weights - found.expected).abs()
     return ~(error <= _SAME * found.bound).all(-1)
-
-
-def _kinds(
-    found: Examined, row: int, heads: torch.Tensor, visible: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which heads have finite weights, and which give no weight to any key although they must, [n]."""
-    weights = found.measurement.weights[row, heads]
-    return weights.isfinite().all(1), (weights == 0).all(1) & bool(visible.any())
 
 
 def _grouped(setup: AttentionSetup, seen: list[_Seen], most: int) -> Iterator[WeightFact]:
@@ -200,22 +184,26 @@ def _ends(numbers: torch.Tensor) -> tuple[float, float]:
 
 
 def _of_row(
-    found: Examined, row: int, wrong: torch.Tensor, visible: torch.Tensor
+    found: Examined, row: int, is_wrong: torch.Tensor, visible: torch.Tensor
 ) -> Iterator[_Seen]:
-    """Yield what was measured in a row, for the heads that share it; ``wrong``, ``visible``: as in
-    :func:`_wrong_rows`."""
-    is_finite, is_none = _kinds(found, row, wrong, visible)
-    for kind, chosen, text in (
+    """Yield what was measured in a row, for the heads that share it; ``is_wrong``: [H], ``visible``: [E]."""
+    wrong = torch.nonzero(is_wrong).flatten()
+    weights = found.measurement.weights[row, wrong]
+    is_finite = weights.isfinite().all(1)
+    is_none = (weights == 0).all(1) & bool(visible.any())
+    for kind, chosen, text, traits in (
         (
             "not finite",
             ~is_finite,
             "{has} no finite weight, with finite keys and values",
+            ("no weight is finite, with finite keys and values",),
         ),
-        ("none", is_none, "give{s} no weight to any key"),
+        ("none", is_none, "give{s} no weight to any key", (_LOST, _NONE, _LESS)),
     ):
         heads = tuple(wrong[chosen].tolist())
         if heads:
-            yield _Seen(kind=kind, row=row, heads=heads, words=(_Words(text=text),))
+            words, of_all = (_Words(text=text),), tuple((one, heads) for one in traits)
+            yield _Seen(kind=kind, row=row, heads=heads, words=words, traits=of_all)
     groups: list[list[int]] = []
     for head in wrong[is_finite & ~is_none].tolist():
         known = next(
@@ -298,32 +286,38 @@ class _Keys:
             row=self.row,
             heads=tuple(self.heads),
             words=tuple(words),
+            traits=tuple(self._traits()),
         )
 
-    def traits(self) -> Iterator[str]:
-        """Yield what is wrong with the weights of one head, without numbers."""
+    def _traits(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield what is wrong, without numbers, each with its heads.
+
+        A key without a weight concerns all heads: none gives it one, and it may be too small to be measured.
+        """
+        every = tuple(self.heads)
         if bool(self.missing.any()):
-            yield _LOST
+            yield _LOST, every
             if bool(self.missing[self.at == self.position].any()):
-                yield _OWN
-            yield from (f"{which} have no weight" for which, _ in self._edges())
-        yield from (f"{kind} have a weight and must not count" for kind in self._kinds_of_extra())
-        more = float((self.measured.sum(1) + self.extra_sum - self.expected.sum(1))[0])
-        relative, fixed = self.found.setup.relative[self.row], self.found.setup.fixed[self.row]
-        if abs(more) > _SAME * (float(relative) + float(fixed) * self.found.setup.num_slots):
-            yield _LESS if more < 0 else _MORE
-        known = (self.expected > _CLEAR * self.floor)[0]
-        ratio, spread = (one[0, known] for one in self._spread())
-        low, high = ratio - spread, ratio + spread
-        if not len(ratio):
-            return
-        if float(low.max()) <= float(high.min()):
-            if not bool(self.missing.any()) and not len(self.extra):
-                yield "every key has the same multiple of its weight"
-        elif bool((low.cummax(0).values <= high).all()):
-            yield "earlier keys weigh too little in comparison with later ones"
-        elif bool((high.cummin(0).values >= low).all()):
-            yield "earlier keys weigh too much in comparison with later ones"
+                yield _OWN, every
+            yield from ((f"{which} have no weight", every) for which, _ in self._edges())
+        for kind in self._kinds_of_extra():
+            yield f"{kind} have a weight and must not count", every
+        more = self.measured.sum(1) + self.extra_sum - self.expected.sum(1)
+        bound = _SAME * float(self.found.setup.relative[self.row]) + self.floor * len(self.at)
+        known = self.expected > _CLEAR * self.floor
+        ratio, spread = self._spread()
+        low = (ratio - spread).masked_fill(~known, -torch.inf)
+        high = (ratio + spread).masked_fill(~known, torch.inf)
+        differs, is_whole = low.amax(1) > high.amin(1), not bool(self.missing.any())
+        for text, chosen in (
+            (_LESS, more < -bound),
+            (_MORE, more > bound),
+            (_SAME_FACTOR, known.any(1) & ~differs & (is_whole and not len(self.extra))),
+            (_RISES, differs & (low.cummax(1).values <= high).all(1)),
+            (_FALLS, differs & (high.cummin(1).values >= low).all(1)),
+        ):
+            if bool(chosen.any()):
+                yield text, tuple(head for head, is_so in zip(every, chosen, strict=True) if is_so)
 
     def _missing(self) -> Iterator[_Words]:
         """Yield statements about the keys without a weight."""
