@@ -619,11 +619,9 @@ class TraitClaim(AccessClaim):
         """Return the claim in words."""
         if self.facts:
             return f"of each wrong row: {'; '.join(without_implied(self.facts))}"
-        return (
-            f"of some wrong rows: {'; '.join(self.some)}"
-            if self.some
-            else super(TraitClaim, self).said
-        )
+        if self.some:
+            return f"of some wrong rows: {'; '.join(without_implied(self.some))}"
+        return super(TraitClaim, self).said
 
 
 # KernelLocation: where in the source of a kernel a fault may be.
