@@ -302,6 +302,8 @@ class _Keys:
             yield from ((f"{which} have no weight", every) for which, _ in self._edges())
         for kind in self._kinds_of_extra():
             yield f"{kind} have a weight and must not count", every
+        if not len(self.at):  # the row must see no key
+            return
         more = self.measured.sum(1) + self.extra_sum - self.expected.sum(1)
         bound = _SAME * float(self.found.setup.relative[self.row]) + self.floor * len(self.at)
         known = self.expected > _CLEAR * self.floor
