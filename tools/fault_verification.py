@@ -7,10 +7,12 @@ A statement about accesses, such as "scratch memory that no kernel has written i
 call and is still wrong if it does not concern exactly the wrong rows of the fresh outputs.
 """
 
+import ast
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -221,11 +223,12 @@ def repair_verdict(
       with it has the same bits without it. So the edit is of one of several planted places.
     - "misleading": none of these.
 
-    A claim without an edit is right if its line is planted. For ``only_finite``, slots without a token hold
-    finite numbers.
+    A claim without an edit is right if its line is planted, or one that passes the argument that it names.
+    For ``only_finite``, slots without a token hold finite numbers.
     """
     is_line = is_planted(claim.file, claim.line)
     if not claim.is_stated:
+        is_line |= any(is_planted(claim.file, line) for line in _passing(claim))
         return "the line" if is_line else "misleading"
     end, verdict, has_rest = time.process_time() + MOST_REPAIR_S, "the fault", False
     right: list[tuple[Case, torch.Tensor]] = []
@@ -254,6 +257,16 @@ def repair_verdict(
         for known, got in right
     )
     return "a part of the fault" if gained else "misleading"
+
+
+def _passing(claim: RepairClaim) -> set[int]:
+    """Return the lines of the claim's file that pass the argument that the claim names, by its keyword."""
+    text = Path(claim.file).read_text()
+    return {
+        one.value.lineno
+        for one in ast.walk(ast.parse(text))
+        if isinstance(one, ast.keyword) and one.arg == claim.repair.argument
+    }
 
 
 def _newly_wrong(

@@ -302,7 +302,8 @@ class RepairClaim:
     """The statement that a kernel is right with one expression changed, in a call and in further cases.
 
     The edits that are tried are small: another operator, number, name or operand, or one more part. So the
-    claim finds faults of one expression. It does not say that the author meant this expression.
+    claim finds faults of one expression. It does not say that the author meant this expression. If another
+    value of an argument does what the edit does, the claim names it: the caller may pass a wrong one.
 
     - ``repair``: the edit. With it, outputs and side outputs are right in every case, with NaN and with
       finite numbers in slots without a token. ``source``: the text of its line.
@@ -351,6 +352,8 @@ class RepairClaim:
         """Return the edit in words, and the first equivalent edit of another line."""
         finite = ", for finite numbers in slots without a token" if self.only_finite else ""
         what = f"with {self.repair.change}" if self.is_stated else "with a change of this line"
+        if self.repair.argument:
+            what += f", or of what is passed as {self.repair.argument},"
         elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
         other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.change}"
         rest = (
@@ -373,6 +376,7 @@ class RepairClaim:
             "cases": self.cases,
             "only_finite": self.only_finite,
             "stated": self.is_stated,
+            "argument": self.repair.argument or None,
             "untouched": self.untouched,
             "others": [
                 {"file": one.line[0], "line": one.line[1], "edit": one.change}

@@ -430,6 +430,11 @@ class Repair:
         lines = f"line {first}" if first == last else f"lines {first}–{last}"
         return self.edit.words.format(lines=lines) or self.edit.text
 
+    @property
+    def argument(self) -> str:
+        """Return the argument of the function for which another value does what the edit does, or ""."""
+        return self.edit.argument(self.kernel.text) if self.text else ""
+
     def switches(self) -> list["Repair"]:
         """Return the edits that leave out one alternative of the choice that this one changes."""
         return [self.having(one) for one in self.edit.switches(self.text)] if self.text else []

@@ -195,6 +195,22 @@ def test_a_trait_concerns_its_rows_and_heads_alone():
     assert torch.nonzero(cells.any(1)).flatten().tolist() == [*range(8), 10]
 
 
+def test_a_row_that_must_see_no_key_gives_weights_to_others(monkeypatch):
+    found, right_keys = measured("halved").examined, facts_module.right_keys
+    expected = found.expected.clone()
+    expected[0] = 0.0
+
+    def without_row_0(setup):
+        return right_keys(setup).index_fill(0, torch.tensor([0]), False)
+
+    monkeypatch.setattr(facts_module, "right_keys", without_row_0)
+    traits = weight_traits(dataclasses.replace(found, expected=expected))
+    assert traits is not None
+    of_row_0 = {text for text, cells in traits.items() if bool(cells[0].all())}
+    assert len(of_row_0) == 1
+    assert of_row_0.pop().endswith("have a weight and must not count")
+
+
 def test_thousands_of_wrong_rows_have_no_traits(monkeypatch):
     found = measured("halved").examined
     monkeypatch.setattr(facts_module, "_MOST", 12)

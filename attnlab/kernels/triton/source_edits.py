@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from attnlab.kernels.triton.kernel_text import (
     Change,
@@ -506,6 +506,29 @@ class Edit:
         elif isinstance(node, ast.expr):
             yield from (self._in_place_of(text, node, f"({ast.unparse(one)})") for one in operands)
 
+    def argument(self, text: str) -> str:
+        """Return the argument of the text's function that only this expression reads, if another value of it
+        would do what the edit does; else "".
+
+        The edit replaces the argument, or changes how it enters a product or a sum. A pointer is read by a
+        load.
+        """
+        before, after = expression_of(self.before), expression_of(self.after)
+        if before is None or after is None or self.more:
+            return ""
+        function = function_of(text)
+        read = Counter(one.id for one in ast.walk(function) if isinstance(one, ast.Name))
+        own = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+        once = {name for name in own if read[name] == 1}
+        reads = [before]
+        if isinstance(before, ast.BinOp):
+            kinds = next((one for one in _INVERSE if isinstance(before.op, one)), ())
+            kept = [after.left, after.right] if _is_of(after, kinds) else [after]
+            texts = [ast.unparse(one) for one in kept]
+            pairs = ((before.right, before.left), (before.left, before.right))
+            reads = [one for one, other in pairs if ast.unparse(other) in texts]
+        return next((name for one in reads if (name := _read_name(one)) in once), "")
+
     def _in_place_of(self, text: str, node: ast.expr, after: str) -> "Edit":
         """Return an edit of the same cost in place of a node around this one."""
         start, end = span_of(node, row_starts(text))
@@ -607,6 +630,22 @@ def _edits_is_condition(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not | ast.Invert)
     return isinstance(node, ast.Compare | ast.BoolOp)
+
+
+# Operators that undo each other.
+_INVERSE = ((ast.Mult, ast.Div), (ast.Add, ast.Sub))
+
+
+def _is_of(node: ast.expr, operators: tuple[type[ast.operator], ...]) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, operators)
+
+
+def _read_name(node: ast.expr) -> str:
+    """Return the name that an expression is, or loads from; "" for another one."""
+    match node:
+        case ast.Name(name) | ast.Call(ast.Attribute(ast.Name("tl"), "load"), [ast.Name(name)]):
+            return name
+    return ""
 
 
 def _in_all_places(found: Sequence[Edit]) -> Iterator[Edit]:

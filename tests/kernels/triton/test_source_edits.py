@@ -50,6 +50,30 @@ def test_the_inverse_of_a_fault_is_among_the_edits(faulty, right, cost):
     assert plain(kernel(right)) in [plain(edit.apply(text)) for edit in found]
 
 
+@pytest.mark.parametrize(
+    ("body", "before", "after", "argument"),
+    [
+        ("acc = x * tl.load(p)", "x * tl.load(p)", "x / tl.load(p)", "p"),
+        ("acc = x * tl.load(p)", "x * tl.load(p)", "(x)", "p"),
+        ("acc = tl.load(p) * x", "tl.load(p) * x", "tl.load(m) * x", "p"),
+        ("acc = rows + n", "rows + n", "rows - n", "n"),
+        ("acc = rows * stride_q", "stride_q", "stride_h", "stride_q"),
+        ("acc = x * tl.load(p)", "x * tl.load(p)", "alpha * tl.load(p)", ""),  # another operand
+        ("acc = x * tl.load(p)", "x * tl.load(p)", "x + tl.load(p)", ""),  # no factor does this
+        ("acc = x * tl.load(p)\nm = tl.load(p)", "x * tl.load(p)", "x / tl.load(p)", ""),
+        ("acc = x * tl.load(p + rows)", "x * tl.load(p + rows)", "(x)", ""),  # one of many numbers
+        ("y = n + 1\nacc = x * y", "x * y", "x / y", ""),  # no argument
+        ("acc = rows < n", "rows < n", "rows <= n", ""),
+    ],
+)
+def test_an_edit_may_stand_for_another_value_of_an_argument(body, before, after, argument):
+    text = kernel(body)
+    start = text.encode().index(before.encode())
+    end = start + len(before.encode())
+    given = {"line": 2, "statement": 2, "start": start, "end": end, "cost": 1}
+    assert Edit(**given, before=before, after=after).argument(text) == argument
+
+
 CHOICES = """def kernel(a, b):
     if a < b:
         p = 1
