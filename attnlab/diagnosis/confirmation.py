@@ -34,6 +34,7 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.repair_check import is_right
 from attnlab.diagnosis.reruns import (
     Rerun,
+    every_remainder_case,
     further_cases,
     nearby_cases,
     output_of_outside,
@@ -374,7 +375,9 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
             rest = [one for one in left if one not in hidden]
             left = hidden if _runs_alike(lab, case, other, rerun) else [*hidden, *rest]
     left = [one for one in left if one.name in shown]
-    left = _separated(lab, case, left, rerun) if len(left) > 1 else left
+    sizes = (whole_tiles_case, with_larger_groups) if len(left) > 1 else ()
+    for made in (*sizes, every_remainder_case):
+        left = _true_of(lab, made(case), left, rerun) if left else []
     left = _true_of_outside(lab, case, left, rerun)
     if not left or not cases:
         return None
@@ -409,16 +412,20 @@ def _is_about_loop(candidate: Candidate) -> bool:
     return any(words in candidate.name for words in LOOPS.values() if words)
 
 
-def _separated(lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun) -> list[Candidate]:
-    """Return the candidates that a case with whole tiles of different sizes, and one with another number of
-    query heads per KV head, leave: sizes may be mistaken for each other."""
-    for other in (whole_tiles_case(case), with_larger_groups(case)):
-        if other is None:
-            continue
-        with suppress(AttnLabError):
-            known = with_known_contents(other)
-            kept, again = _confirmed(lab, known, rerun(known), candidates)
-            candidates = kept if again.diagnosis.is_wrong else candidates
+def _true_of(
+    lab: Lab, case: Case | None, candidates: list[Candidate], rerun: Rerun
+) -> list[Candidate]:
+    """Return the candidates that explain the output of another case, all if it is right or does not run.
+
+    Sizes may be mistaken for each other: of tiles, whole ones separate them, and of groups, another number of
+    query heads per KV head. What depends on a place in a tile needs every place.
+    """
+    if case is None:
+        return candidates
+    with suppress(AttnLabError):
+        known = with_known_contents(case)
+        kept, again = _confirmed(lab, known, rerun(known), candidates)
+        return kept if again.diagnosis.is_wrong else candidates
     return candidates
 
 

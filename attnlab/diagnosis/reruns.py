@@ -171,6 +171,15 @@ def whole_tiles_case(case: Case) -> Case | None:
     return _longer_case(case, pairs, 29)
 
 
+def every_remainder_case(case: Case) -> Case | None:
+    """Return a batch of decodes with consecutive lengths, so that the first and the last key have every place
+    in tiles of up to 32; one prefill, too, if the Case has one. None if other kernels run it."""
+    pairs = [(1, case.sliding_window + more) for more in range(32, 64)]
+    if max(case.lengths.query_lens, default=0) > 1:
+        pairs.append((5, 21))
+    return _longer_case(case, pairs, 37)
+
+
 def with_larger_groups(case: Case) -> Case | None:
     """Return a case with one query head more per KV head, or None if other kernels run it."""
     group = case.num_queries_per_kv + 1

@@ -12,6 +12,7 @@ from helpers.split_attention import split_attention
 from helpers.tiled_attention import CONTEXT, NEW, right_hides, tiled_attention
 
 from attnlab.case.case import Case
+from attnlab.defects import DEFECTS
 from attnlab.diagnosis import confirmation
 from attnlab.diagnosis.address_rules import address_defects
 from attnlab.diagnosis.claims import ConfirmedRule
@@ -426,6 +427,27 @@ def test_a_missing_term_is_stated_where_it_has_several_values_in_a_part(
 ):
     found = texts(monkeypatch, change, address_defects, TERM, others)
     assert len(found) == (others == [LONG] and change is always_the_first)
+
+
+def in_some_tiles(call: KernelCall) -> dict[str, object]:
+    """The newest token is lost if it is one of the last four of 16."""
+    return {"seq_lens": call.seq_lens - (call.seq_lens % 16 >= 12).to(call.seq_lens.dtype)}
+
+
+def in_all_tiles(call: KernelCall) -> dict[str, object]:
+    return {"seq_lens": call.seq_lens - 1}
+
+
+@pytest.mark.parametrize("change", [in_some_tiles, in_all_tiles])
+def test_a_rule_must_hold_at_every_place_in_a_tile(monkeypatch, change):
+    """The lengths of both cases end at the same places in a tile."""
+    lab = FaultyLab(change=lambda case, call: change(call))
+    case, other = (CASE.replace(query_lens=(1, 1), ctx_lens=ctx) for ctx in ((29, 44), (78, 61)))
+    defect = DEFECTS["newest_token_dropped"]
+    monkeypatch.setattr(confirmation, "rules_of", lambda problem, output: [defect])
+    monkeypatch.setattr(confirmation, "further_cases", lambda case: [other])
+    rule = find_rule(lab, case, lambda case: lab.output(case).cpu())
+    assert (rule is None) == (change is in_some_tiles)
 
 
 # Rules about masks, loops and rescaling: each is found from the outputs of a kernel with that fault.
