@@ -450,7 +450,7 @@ def test_a_rule_needs_many_new_tokens_and_clear_errors(
     monkeypatch.setattr(confirmation, "_explanations", lambda *_: ([rule], {"lost"}))
     monkeypatch.setattr(confirmation, "_shown", lambda *_: set())
     monkeypatch.setattr(confirmation, "_confirmed", confirmed)
-    monkeypatch.setattr(confirmation, "_separated", lambda lab, case, left, rerun: left)
+    monkeypatch.setattr(confirmation, "_true_of", lambda lab, case, left, rerun: left)
     monkeypatch.setattr(confirmation, "_true_of_outside", lambda lab, case, left, rerun: left)
     found = find_rule(Lab(device="cpu"), case, lambda other: None)
     assert (found is not None) == is_found
