@@ -265,7 +265,7 @@ def _passing(claim: RepairClaim) -> set[int]:
     return {
         one.value.lineno
         for one in ast.walk(ast.parse(text))
-        if isinstance(one, ast.keyword) and one.arg == claim.repair.argument
+        if isinstance(one, ast.keyword) and one.arg == claim.argument
     }
 
 

@@ -302,8 +302,7 @@ class RepairClaim:
     """The statement that a kernel is right with one expression changed, in a call and in further cases.
 
     The edits that are tried are small: another operator, number, name or operand, or one more part. So the
-    claim finds faults of one expression. It does not say that the author meant this expression. If another
-    value of an argument does what the edit does, the claim names it: the caller may pass a wrong one.
+    claim finds faults of one expression. It does not say that the author meant this expression.
 
     - ``repair``: the edit. With it, outputs and side outputs are right in every case, with NaN and with
       finite numbers in slots without a token. ``source``: the text of its line.
@@ -314,8 +313,9 @@ class RepairClaim:
       numbers there.
     - ``untouched``: the number of further cases that are wrong with the same bits with the edit and without
       it, because the same fault, or another, is elsewhere, too: in a second kernel, for example.
-    - ``others``: edits of other lines that pass the same cases, one of each. ``subject``: what is right with
-      the edit.
+    - ``others``: edits of other lines that pass the same cases, one of each. ``argument``: an argument of the
+      kernel of which another value passes them, too, so that the caller may pass a wrong one.
+    - ``subject``: what is right with the edit.
     """
 
     repair: Repair
@@ -325,6 +325,7 @@ class RepairClaim:
     is_stated: bool = True
     untouched: int = 0
     others: tuple[Repair, ...] = ()
+    argument: str = ""
     subject: str = "the output is"
 
     @property
@@ -352,8 +353,8 @@ class RepairClaim:
         """Return the edit in words, and the first equivalent edit of another line."""
         finite = ", for finite numbers in slots without a token" if self.only_finite else ""
         what = f"with {self.repair.change}" if self.is_stated else "with a change of this line"
-        if self.repair.argument:
-            what += f", or of what is passed as {self.repair.argument},"
+        if self.argument:
+            what += f", or with another value passed as {self.argument},"
         elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
         other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.change}"
         rest = (
@@ -376,7 +377,7 @@ class RepairClaim:
             "cases": self.cases,
             "only_finite": self.only_finite,
             "stated": self.is_stated,
-            "argument": self.repair.argument or None,
+            "argument": self.argument or None,
             "untouched": self.untouched,
             "others": [
                 {"file": one.line[0], "line": one.line[1], "edit": one.change}

@@ -36,6 +36,8 @@ def part_facts(
     if not at or output.element_size() == 1 or not bool(is_wrong.any()):
         return
     stores = [joined(log.stores) for launch in launches[:at] for log in launch.programs]
+    if not stores:  # the grid has no program
+        return
     merged = _merged(parts, launches[at], np.unique(np.concatenate(stores)))
     if merged is None or any(a < b for a, b in zip(merged.shape, output.shape, strict=True)):
         return

@@ -47,6 +47,7 @@ from attnlab.diagnosis.pattern import Pattern, Sizes, list_text
 from attnlab.diagnosis.reruns import (
     CacheRun,
     Rerun,
+    decodes_alone,
     edge_case,
     few_sequences,
     find_dependence,
@@ -98,7 +99,7 @@ def confirmed_weights(
             return is_wrong, [follows_from(one, lab, known, output, found) for one in first]
         return None
 
-    others = list(further_cases(case)) if first else []
+    others = [*further_cases(case), *decodes_alone(case)] if first else []
     runs = list(zip(others, in_copies(followed, others, processes), strict=True))
     for i, description in enumerate(first):
         cases, is_right = 0, True

@@ -89,7 +89,8 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
 # One score of a row is above the others by 307, so that exp of their difference overflows.
 _LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": None}
 _OBSERVER = "_attnlab_condition"
-_SENT = ("source", "cases", "only_finite", "is_stated", "untouched")  # of a claim, to this process
+# Of a claim, to this process.
+_SENT = ("source", "cases", "only_finite", "is_stated", "untouched", "argument")
 _GRACE_S = 15.0  # that the search may take longer than its limit: one run
 # Of a run with an edit, which may never end; a case that takes longer without it is not used
 # (attnlab.diagnosis.lines). Its processor time is at most that of the run without it times a slack.
@@ -312,7 +313,7 @@ class _Search:
             if found is None:
                 continue
             if claim is None or _is_better(found, claim):
-                claim, others, of_claim = found, [], number
+                claim, others, of_claim = self._with_argument(found), [], number
                 is_best = found.is_stated and not found.untouched
                 left_s = _MOST_OTHERS_S if is_best else _MOST_STATED_S
                 self.end = min(self.end, time.process_time() + left_s)
@@ -322,6 +323,12 @@ class _Search:
             yield of_claim, dataclasses.replace(claim, others=named)
         if claim is None and self.longer is not None:
             yield self.longer
+
+    def _with_argument(self, claim: RepairClaim) -> RepairClaim:
+        """Return the claim with the argument of which another value passes all cases, if there is one."""
+        name, repair = claim.repair.of_argument() or ("", None)
+        is_so = repair is not None and self._claim(repair) is not None
+        return dataclasses.replace(claim, argument=name if is_so else "")
 
     def _can_add(self, claim: RepairClaim, others: Sequence[Repair], repair: Repair) -> bool:
         """Answer whether an edit may give a better claim, or one of a line that the claim and others lack.

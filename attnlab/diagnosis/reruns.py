@@ -171,6 +171,23 @@ def whole_tiles_case(case: Case) -> Case | None:
     return _longer_case(case, pairs, 29)
 
 
+def decodes_alone(case: Case) -> Iterator[Case]:
+    """Yield a batch of decodes if it needs fewer of the kernels: the op may launch these otherwise."""
+    other = _longer_case(case, _FURTHER[-1], 47, fewer_kernels=True)
+    if other is not None and set(decide(other).kernels) < set(decide(case).kernels):
+        yield other
+
+
+def few_keys(case: Case) -> Iterator[Case]:
+    """Yield a batch of sequences with one to four keys: of both signs is then even the largest score."""
+    pairs = [(1, ctx) for ctx in (0, 1, 2, 3, 0, 0, 1)]
+    if max(case.lengths.query_lens, default=0) > 1:
+        pairs.append((2, 1))
+    other = _longer_case(case, pairs, 43)
+    if other is not None:
+        yield other
+
+
 def every_remainder_case(case: Case) -> Case | None:
     """Return a batch of decodes with consecutive lengths, so that the first and the last key have every place
     in tiles of up to 32; one prefill, too, if the Case has one. None if other kernels run it."""

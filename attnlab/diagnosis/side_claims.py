@@ -14,7 +14,7 @@ from attnlab.diagnosis.claims import PatternClaim, claim_of
 from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.output_rules import highest_of_parts, is_address, wrong_addresses
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.reruns import few_keys, further_cases
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result, as_slice
@@ -135,7 +135,7 @@ def confirmed_side_claims(
     ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
     """
     cases = 0
-    for other in further_cases(case):
+    for other in (*further_cases(case), *few_keys(case)):
         try:
             again = side_claims(lab, other, run(other))
         except AttnLabError:

@@ -345,6 +345,8 @@ def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialT
         return None
     expected, bound = (one.cpu().double() for one in lab.expected_lse(case))
     is_turned = stored.stride() != ran.lse.stride() or stored.shape != ran.lse.shape
+    if stored.shape[0 if is_turned else 1] != expected.shape[1]:  # it has other heads, too
+        return None
     rows, heads = case.query_rows, case.query_heads
     has_padding = "padding" in ran.side_outputs
 
@@ -430,10 +432,12 @@ class Repair:
         lines = f"line {first}" if first == last else f"lines {first}–{last}"
         return self.edit.words.format(lines=lines) or self.edit.text
 
-    @property
-    def argument(self) -> str:
-        """Return the argument of the function for which another value does what the edit does, or ""."""
-        return self.edit.argument(self.kernel.text) if self.text else ""
+    def of_argument(self) -> "tuple[str, Repair] | None":
+        """Return an argument of the function and the edit that has another value wherever it is read, if that
+        may do what this one does."""
+        whole = self.kernel.text
+        found = self.edit.of_argument(whole) if self.text else None
+        return None if found is None else (found[0], replace(self, text=whole, edit=found[1]))
 
     def switches(self) -> list["Repair"]:
         """Return the edits that leave out one alternative of the choice that this one changes."""

@@ -18,7 +18,7 @@ from attnlab.diagnosis.diagnose import diagnose, with_bad_lines
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.output_rules import NO_CONTEXT, wrong_addresses
 from attnlab.diagnosis.refinement import confirmed_claim, confirmed_weights
-from attnlab.diagnosis.reruns import further_cases, keeping, second_cases
+from attnlab.diagnosis.reruns import decodes_alone, further_cases, keeping, second_cases
 from attnlab.diagnosis.side_claims import _laws, confirmed_side_claims, side_claims
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import ModelBackend
@@ -325,6 +325,52 @@ def test_small_errors_of_a_log_sum_exp_are_stated_by_their_size(change, said, is
     assert size in first[0].sentence
     confirmed = confirmed_side_claims(lab, MERGED, first, run)
     assert [one.said for one in confirmed] == ([said] if is_confirmed else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_confirmed"),
+    [(lambda lse: 0.6 * lse, False), (lambda lse: lse - 0.1 - 0.02 * lse**2, True)],
+    ids=["less for long sequences", "always less"],
+)
+def test_a_log_sum_exp_that_is_too_small_is_so_with_few_keys_too(change, is_confirmed):
+    """That of a few keys may be negative: six tenths of it are too large."""
+    lab = Lab()
+    case = hostile(
+        op="decode_attention_fwd", query_lens=(1, 1), ctx_lens=(60, 40), platform="sm_90"
+    )
+
+    def run(case):
+        return dataclasses.replace(lab.run(case), lse=change(lab.expected_lse(case)[0]).float())
+
+    first = side_claims(lab, case, run(case))
+    assert [one.said for one in first] == ["the log-sum-exp is too small"]
+    assert bool(confirmed_side_claims(lab, case, first, run)) == is_confirmed
+
+
+def test_decodes_alone_are_a_case_if_they_need_fewer_kernels():
+    mixed = hostile(
+        op="chunked_prefill_paged_decode", query_lens=(1, 5), ctx_lens=(20, 18), **SMALL
+    )
+    (found,) = decodes_alone(mixed)
+    assert set(found.lengths.query_lens) == {1}
+    assert not list(decodes_alone(found))
+    assert not list(decodes_alone(MIXED))  # one kernel computes all
+
+
+@pytest.mark.parametrize("in_decodes", [1.0, 1.3])
+def test_a_description_of_the_weights_says_if_decodes_alone_are_right(in_decodes):
+    """A caller may launch the decode kernel otherwise if there is no prefill."""
+    mixed = hostile(
+        op="chunked_prefill_paged_decode", query_lens=(1, 5), ctx_lens=(20, 18), **SMALL
+    )
+
+    def change(case: Case, call: KernelCall) -> dict[str, object]:
+        return scaled(call, 1.3 if max(case.lengths.query_lens) > 1 else in_decodes)
+
+    seen = xray(mixed, backend=ScaledBackend(), limit_s=5, confirm=False)
+    found = confirmed_weights(Lab(), mixed, seen.descriptions, FaultyLab(change=change).output)
+    assert found is not None
+    assert ("(batches of decodes alone are right)" in found.said) == (in_decodes == 1.0)
 
 
 def test_log_sum_exps_at_wrong_addresses_are_found():

@@ -1,5 +1,6 @@
 """Which kernel is wrong: the one that stores parts of sequences, or the one that merges them?"""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -83,6 +84,13 @@ def test_right_parts_and_a_wrong_output_show_the_merge(problem):
     assert said(problem, right, given) == set()
     assert said(problem, right * 1.1, given) == MERGES_WRONG
     assert said(problem, torch.full_like(right, torch.nan), given) == MERGES_WRONG
+
+
+def test_a_grid_without_programs_stores_no_part(problem):
+    parts, is_stored = two_parts(problem)
+    split, merge = launches(parts, is_stored)
+    given = [dataclasses.replace(split, programs=[]), merge]
+    assert said(problem, problem.correct_output().output.half() * 1.1, given) == set()
 
 
 def test_wrong_parts_that_give_the_output_show_the_kernel_that_stores_them(problem):

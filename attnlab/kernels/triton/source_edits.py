@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import combinations, pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 from attnlab.kernels.triton.kernel_text import (
     Change,
@@ -506,28 +506,42 @@ class Edit:
         elif isinstance(node, ast.expr):
             yield from (self._in_place_of(text, node, f"({ast.unparse(one)})") for one in operands)
 
-    def argument(self, text: str) -> str:
-        """Return the argument of the text's function that only this expression reads, if another value of it
-        would do what the edit does; else "".
+    def of_argument(self, text: str) -> "tuple[str, Edit] | None":
+        """Return an argument of the text's function and the edit that has another value wherever it is
+        read, if that may do what this edit does; else None.
 
-        The edit replaces the argument, or changes how it enters a product or a sum. A pointer is read by a
-        load.
+        This edit replaces the argument, or changes how it enters a product or a sum. A pointer is read by a
+        load. The other value is computed from arguments, so it is one for the whole launch.
         """
         before, after = expression_of(self.before), expression_of(self.after)
         if before is None or after is None or self.more:
-            return ""
-        function = function_of(text)
-        read = Counter(one.id for one in ast.walk(function) if isinstance(one, ast.Name))
+            return None
+        function, rows = function_of(text), row_starts(text)
         own = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
-        once = {name for name in own if read[name] == 1}
-        reads = [before]
-        if isinstance(before, ast.BinOp):
-            kinds = next((one for one in _INVERSE if isinstance(before.op, one)), ())
-            kept = [after.left, after.right] if _is_of(after, kinds) else [after]
-            texts = [ast.unparse(one) for one in kept]
-            pairs = ((before.right, before.left), (before.left, before.right))
-            reads = [one for one, other in pairs if ast.unparse(other) in texts]
-        return next((name for one in reads if (name := _read_name(one)) in once), "")
+        uses = Counter(one.id for one in ast.walk(function) if isinstance(one, ast.Name))
+        for read, new in _as_value(before, after):
+            name, used = _read_name(read), {n.id for n in ast.walk(new) if isinstance(n, ast.Name)}
+            if name not in own or not used <= {*own, "tl"}:
+                continue
+            form = ast.unparse(read)
+            places = [
+                span_of(one, rows)
+                for one in ast.walk(function)
+                if isinstance(one, ast.expr) and ast.unparse(one) == form
+            ]
+            if len(places) != uses[name]:  # it is read in another way, too
+                continue
+            (start, end), *more = places
+            return name, replace(
+                self,
+                start=start,
+                end=end,
+                before=form,
+                after=f"({ast.unparse(new)})",
+                more=tuple(more),
+                words="",
+            )
+        return None
 
     def _in_place_of(self, text: str, node: ast.expr, after: str) -> "Edit":
         """Return an edit of the same cost in place of a node around this one."""
@@ -632,12 +646,33 @@ def _edits_is_condition(node: ast.expr) -> bool:
     return isinstance(node, ast.Compare | ast.BoolOp)
 
 
-# Operators that undo each other.
-_INVERSE = ((ast.Mult, ast.Div), (ast.Add, ast.Sub))
-
-
-def _is_of(node: ast.expr, operators: tuple[type[ast.operator], ...]) -> TypeGuard[ast.BinOp]:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, operators)
+def _as_value(before: ast.expr, after: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield an operand of one expression, and what in its place gives the other expression."""
+    yield before, after
+    if not isinstance(before, ast.BinOp):
+        return
+    left, right, kept = ast.unparse(before.left), ast.unparse(before.right), ast.unparse(after)
+    is_product = isinstance(before.op, ast.Mult | ast.Div)
+    if not is_product and not isinstance(before.op, ast.Add | ast.Sub):
+        return
+    neutral = ast.Constant(1 if is_product else 0)
+    is_commutative = isinstance(before.op, ast.Mult | ast.Add)
+    if kept == left:
+        yield before.right, neutral
+    if kept == right and is_commutative:
+        yield before.left, neutral
+    match before.op, after:
+        case (ast.Mult() | ast.Div(), ast.BinOp(a, ast.Mult() | ast.Div() as op, b)) | (
+            ast.Add() | ast.Sub(),
+            ast.BinOp(a, ast.Add() | ast.Sub() as op, b),
+        ) if ast.unparse(a) == left:
+            is_same = type(op) is type(before.op)
+            inverse = ast.BinOp(neutral, ast.Div() if is_product else ast.Sub(), b)
+            yield before.right, b if is_same else inverse
+        case ast.Mult() | ast.Add(), ast.BinOp(a, op, b) if (
+            type(op) is type(before.op) and ast.unparse(b) == right
+        ):
+            yield before.left, a
 
 
 def _read_name(node: ast.expr) -> str:
