@@ -179,11 +179,15 @@ def decodes_alone(case: Case) -> Iterator[Case]:
 
 
 def few_keys(case: Case) -> Iterator[Case]:
-    """Yield a batch of sequences with one to four keys: of both signs is then even the largest score."""
+    """Yield a batch of sequences with one to four keys: of both signs is then even the largest score.
+
+    The blocks begin with the first one, wherever those of the Case do.
+    """
     pairs = [(1, ctx) for ctx in (0, 1, 2, 3, 0, 0, 1)]
     if max(case.lengths.query_lens, default=0) > 1:
         pairs.append((2, 1))
-    other = _longer_case(case, pairs, 43)
+    near = case.replace(first_block=0, num_blocks=None) if case.first_block else case
+    other = _longer_case(near, pairs, 43)
     if other is not None:
         yield other
 
