@@ -344,8 +344,11 @@ def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialT
     if ran.lse is None or stored is None or stored.dim() != 2:
         return None
     expected, bound = (one.cpu().double() for one in lab.expected_lse(case))
-    is_turned = stored.stride() != ran.lse.stride() or stored.shape != ran.lse.shape
-    if stored.shape[0 if is_turned else 1] != expected.shape[1]:  # it has other heads, too
+    heads_first, rows_first = stored.stride()[::-1], stored.stride()
+    is_turned = ran.lse.stride() == heads_first != rows_first
+    if ran.lse.stride() not in (heads_first, rows_first):
+        return None
+    if stored.shape[0 if is_turned else 1] != expected.shape[1]:  # of more heads than the op has
         return None
     rows, heads = case.query_rows, case.query_heads
     has_padding = "padding" in ran.side_outputs

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.cases import hostile
 from helpers.claims import REPAIR, candidate
 from helpers.faulty_labs import planted_release
 from helpers.sources import needs_triton
 from helpers.triton_example import CASE, EXAMPLE, SMALL, TRITON, planted
 
 from attnlab.case.case import Case
-from attnlab.diagnosis import repair_check
+from attnlab.diagnosis import repair_check, trials
 from attnlab.diagnosis.candidates import Scope
 from attnlab.diagnosis.claims import AccessClaim, LeakClaim, RepairClaim
 from attnlab.diagnosis.diagnose import diagnose
@@ -111,12 +112,21 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(lab, case):
     assert with_repair(lab, case, weak, ()) is weak
 
 
+def test_an_argument_is_named_if_another_value_of_it_passes_all_cases(tmp_path, lab):
+    """The caller may pass the reciprocal of the scale, or the kernel divide by it."""
+    case, line = planted(tmp_path, ", 1) * scale", ", 1) / scale")
+    claim = find_claim(lab, case, locate_lines(lab, case, None, LIMIT).repairs)
+    assert (claim.line, claim.argument, claim.to_dict()["argument"]) == (line, "scale", "scale")
+    assert "or with another value passed as scale, the output is right" in claim.text
+
+
 def test_an_edit_of_an_expression_over_two_lines_is_a_claim(tmp_path, lab):
     """Its text alone is no Python: the second line is indented."""
     faulty = "first\n                % BLOCK).to"
     case, line = planted(tmp_path, "first // BLOCK).to", faulty)
     claim = find_claim(lab, case, locate_lines(lab, case, None, LIMIT).repairs)
     assert (claim.line, "\n" in claim.repair.edit.before, claim.is_stated) == (line, True, True)
+    assert claim.argument == ""
 
 
 def test_an_edit_that_ends_its_process_ends_only_the_trials(tmp_path, monkeypatch):
@@ -588,6 +598,23 @@ def test_a_wrong_log_sum_exp_is_described_by_its_repair(tmp_path):
     assert (found.status, found.wrong_rows, found.is_by_repair) == ("described", 0, True)
     assert found.side_errors
     assert is_line_of(found.repair, LSE)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_log_sum_exp_stored_with_other_heads_is_no_target_of_edits(monkeypatch, more, is_turned):
+    """The right numbers of the others are not known."""
+    monkeypatch.setattr(trials, "Replay", lambda launches, shape, stored: None)
+    case, lab = hostile(op="decode_attention_fwd", query_lens=(1, 1), ctx_lens=(20, 9)), Lab()
+    expected = lab.expected_lse(case)[0]
+    rows, heads = expected.shape
+    stored = torch.zeros((heads + more, rows) if is_turned else (rows, heads + more))
+    lse = (stored.T if is_turned else stored)[:, :heads]
+    lse.copy_(expected)
+    launch = SimpleNamespace(arguments={"lse": stored})
+    target = trials._lse(lab, case, SimpleNamespace(lse=lse, side_outputs=()), [launch])
+    assert (target is None) == (more > 0)
+    assert target is None or bool(target.right.all())
 
 
 @needs_triton
