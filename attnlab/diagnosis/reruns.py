@@ -34,7 +34,7 @@ _SCALE = 0.73  # the second scale of the scores, in units of the first
 _CAP = 0.83  # the second soft cap, in units of the first
 _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
 _WINDOW = 293  # keys of another sliding window: three tiles of 128, and no whole ones
-_LONG_WINDOW = 512  # one that 32 sequences do not exceed, for time
+_LONG_WINDOW = 512  # one that 16 sequences do not exceed, for time
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
 _DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
@@ -194,13 +194,13 @@ def few_keys(case: Case) -> Iterator[Case]:
 
 
 def every_remainder_case(case: Case) -> Case | None:
-    """Return a batch of decodes with consecutive lengths, so that the first and the last key have every place
-    in tiles of up to 32; one prefill, too, if the Case has one. None if other kernels run it.
+    """Return a batch of decodes in which the first and the last key have every place in tiles of 16, and every
+    second place in larger ones; one prefill, too, if the Case has one. None if other kernels run it.
 
     A long window hides nothing there: the batch would take too long.
     """
     hidden = case.sliding_window if case.sliding_window <= _LONG_WINDOW else 0
-    pairs = [(1, hidden + more) for more in range(32, 64)]
+    pairs = [(1, hidden + more) for more in range(32, 32 + 16 * 3, 3)]
     if max(case.lengths.query_lens, default=0) > 1:
         pairs.append((5, 21))
     return _longer_case(case, pairs, 37)
