@@ -194,8 +194,8 @@ def few_keys(case: Case) -> Iterator[Case]:
 
 
 def every_remainder_case(case: Case) -> Case | None:
-    """Return a batch of decodes in which the first and the last key have every place in tiles of 16, and every
-    second place in larger ones; one prefill, too, if the Case has one. None if other kernels run it.
+    """Return a batch of decodes in which the first and the last key have every place in tiles of 16, and 16
+    places in larger ones; one prefill, too, if the Case has one. None if other kernels run it.
 
     A long window hides nothing there: the batch would take too long.
     """
