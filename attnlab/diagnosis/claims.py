@@ -314,7 +314,7 @@ class RepairClaim:
     - ``untouched``: the number of further cases that are wrong with the same bits with the edit and without
       it, because the same fault, or another, is elsewhere, too: in a second kernel, for example.
     - ``others``: edits of other lines that pass the same cases, one of each. ``argument``: an argument of the
-      kernel of which another value passes them, too, so that the caller may pass a wrong one.
+      kernel that makes them right with another value, too. The caller may pass a wrong one.
     - ``subject``: what is right with the edit.
     """
 
