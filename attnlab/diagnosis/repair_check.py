@@ -325,7 +325,7 @@ class _Search:
             yield self.longer
 
     def _with_argument(self, claim: RepairClaim) -> RepairClaim:
-        """Return the claim with the argument that makes all cases right with another value, if there is one."""
+        """Return the claim with the argument that makes all cases right with another value, if any does."""
         name, repair = claim.repair.of_argument() or ("", None)
         is_so = repair is not None and self._claim(repair) is not None
         return dataclasses.replace(claim, argument=name if is_so else "")
