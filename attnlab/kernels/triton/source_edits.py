@@ -29,6 +29,7 @@ _FEW_NAMES = 8  # of a kernel in which any name may be missing
 _LOG2_E = 1.4426950408889634  # turns a score into one for exp2
 _MOST_POSITIONS = 3  # position vectors of rows, and of keys, that a selection compares
 _MOST_FACTORS = 6  # of a sum that a statement adds to
+_MOST_SUBJECT = 60  # characters of an expression that a sentence repeats
 _MOST_SIBLINGS = 4  # addresses of other tensors, that one may be computed like
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -510,8 +511,8 @@ class Edit:
         """Return an argument of the text's function and the edit that has another value wherever it is
         read, if that may do what this edit does; else None.
 
-        This edit replaces the argument, or changes how it enters a product or a sum. A pointer is read by a
-        load. The other value is computed from arguments, so it is one for the whole launch.
+        This edit replaces the argument, or changes how it enters a product, a sum or a comparison. A pointer
+        is read by a load. The other value is computed from arguments, so it is one for the whole launch.
         """
         before, after = expression_of(self.before), expression_of(self.after)
         if before is None or after is None or self.more:
@@ -573,6 +574,12 @@ class Edit:
         before, after = (" ".join(part.split()) for part in (self.before, _plain(self.after)))
         places = f" in {len(self.more) + 1} places" if self.more else ""
         return f"`{after}` in place of `{before}`{places}"
+
+    @property
+    def subject(self) -> str:
+        """Return what the edit replaces, in words."""
+        before = " ".join(self.before.split())
+        return f"`{before}`" if len(before) <= _MOST_SUBJECT else "an expression of this line"
 
 
 def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit]:
@@ -649,6 +656,15 @@ def _edits_is_condition(node: ast.expr) -> bool:
 def _as_value(before: ast.expr, after: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield an operand of one expression, and what in its place gives the other expression."""
     yield before, after
+    match before, after:
+        case (
+            ast.Compare(smaller, [sign], [larger]),
+            ast.Compare(new_smaller, [new_sign], [new_larger]),
+        ) if type(sign) is type(new_sign):
+            if ast.unparse(smaller) == ast.unparse(new_smaller):
+                yield larger, new_larger
+            if ast.unparse(larger) == ast.unparse(new_larger):
+                yield smaller, new_smaller
     if not isinstance(before, ast.BinOp):
         return
     left, right, kept = ast.unparse(before.left), ast.unparse(before.right), ast.unparse(after)

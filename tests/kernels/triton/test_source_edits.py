@@ -66,6 +66,8 @@ def test_the_inverse_of_a_fault_is_among_the_edits(faulty, right, cost):
         ("acc = x * tl.load(p)\ny = p + x", "x * tl.load(p)", "x / tl.load(p)", None),
         ("acc = x * tl.load(p + x)", "x * tl.load(p + x)", "(x)", None),  # one of many numbers
         ("acc = x < n", "x < n", "x <= n", None),
+        ("acc = x < n", "x < n", "x < n - 1", "acc = x < (n - 1)"),
+        ("acc = n < x", "n < x", "n + d < x", "acc = (n + d) < x"),
     ],
 )
 def test_another_value_of_an_argument_may_do_what_an_edit_does(body, before, after, edited):
