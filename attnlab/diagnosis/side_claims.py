@@ -20,8 +20,10 @@ from attnlab.lab.problem import Problem
 from attnlab.lab.result import LSE, Result, as_slice
 
 _FACTORS = {
-    "ln(2)": 0.6931471805599453,
-    "log2(e)": 1.4426950408889634,
+    "ln(2)": math.log(2),
+    "log2(e)": 1 / math.log(2),
+    "ln(2)²": math.log(2) ** 2,  # where it was to be divided by ln(2)
+    "log2(e)²": math.log(2) ** -2,
     "-1": -1.0,
     "2": 2.0,
     "1/2": 0.5,

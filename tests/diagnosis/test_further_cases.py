@@ -284,6 +284,7 @@ def test_the_law_of_a_wrong_log_sum_exp_is_stated():
         (math.log(2), 1, "ln(2) times the maximum plus the logarithm of the sum"),
         (1, 1 / math.log(2), "the maximum plus log2(e) times the logarithm of the sum"),
         (2, 1, "2 times the maximum plus the logarithm of the sum"),
+        (1 / math.log(2) ** 2, 1 / math.log(2) ** 2, "log2(e)² times the right one"),
         (1, 0.8, "too small"),
     ],
 )
