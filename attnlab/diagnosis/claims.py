@@ -225,6 +225,8 @@ def _unread_inputs(
     programs = [
         (joined(log.loads), joined(log.stores)) for launch in launches for log in launch.programs
     ]
+    if not programs:
+        return  # the grids are empty
     tensors = tensors_in(launches)
     outputs = [Elements(one) for _, one in tensors if _is_output(one, output)]
     stored = [

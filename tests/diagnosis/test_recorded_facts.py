@@ -159,6 +159,14 @@ def test_an_input_that_is_read_for_other_rows_is_not_read_for_its_own():
     }
 
 
+def test_a_grid_without_programs_has_no_facts():
+    wrong = torch.ones(ROWS, HEADS, dtype=torch.bool)
+    launch = stores(torch.zeros(ROWS, HEADS, SIZE), 0, None)
+    launch.arguments = {**launch.arguments, "query_ptr": torch.zeros(ROWS, HEADS, SIZE)}
+    launch.programs = []
+    assert not facts(launch, wrong)
+
+
 def test_a_fact_that_a_wrong_output_lacks_is_no_claim():
     """A wrong slot of another sequence is one of the same sequence in a batch of one."""
     found = [of_case(ROW_0, read=ROW_0), of_case(ROW_1, read=ROW_1)]
