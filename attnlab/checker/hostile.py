@@ -739,6 +739,7 @@ def _make_case(
         "release": backend.release,
         "platform": OPS[op].platform_of(platform),
         "seed": seed,
+        "dtype": OPS[op].dtype,
         **DEFAULTS,
         **changes,
         "empty_slots": OPS[op].poison,

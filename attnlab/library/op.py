@@ -304,6 +304,12 @@ class Op:
         the op may read slots after a sequence's end, so that NaN there is the caller's fault."""
         return "nan" if self.contract.get("reads_tail", "nothing") == "nothing" else "garbage"
 
+    @property
+    def dtype(self) -> str:
+        """Return a dtype of queries that the op supports, float16 if it does."""
+        supported: tuple[str, ...] = self.contract.get("dtypes", ("float16",))
+        return "float16" if "float16" in supported else supported[0]
+
     def contract_at(self, release: str) -> dict[str, Any]:
         """Return the fields of its contract that a release does not have as usual."""
         return {**self.contract, **self.contract_of.get(release, {})}

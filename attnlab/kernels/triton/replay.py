@@ -4,6 +4,7 @@ The tensors of a launch get their first contents back before each run, so a run 
 small part of the time of the call.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -375,7 +376,14 @@ def _named_output(launches: Sequence[LaunchLog], shape: torch.Size) -> torch.Ten
 
 
 def _rows_of(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """Return a tensor that fits an output, without leading dimensions of 1; None if it does not fit."""
+    """Return a tensor that fits an output, without leading dimensions of 1; None if it does not fit.
+
+    Of a tensor with more elements in each head, as the latent of MLA may have, these are the first.
+    """
+    *rows, size = tensor.shape
+    is_wider = len(shape) == 3 and math.prod(rows) == math.prod(shape[:2]) and size > shape[2]
+    if tensor.is_floating_point() and is_wider and tensor.is_contiguous():
+        return tensor.view(*shape[:2], size)[..., : shape[2]]
     while tensor.is_floating_point() and tensor.dim() > 1:
         if tensor.shape[0] >= shape[0] and tensor.shape[1:].numel() == shape[1:].numel():
             return tensor
