@@ -117,20 +117,13 @@ def deadline(seconds: float | None) -> Stop:
     return is_late
 
 
-@dataclass(slots=True)
 class Remaining:
     """Estimates the remaining time of tasks from their costs and the time that the first ones took."""
 
-    tasks: Sequence[Task]
-    _costs: dict[str, float] = field(init=False, repr=False)
-    _total: float = field(init=False)
-    _done: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        """Sum the costs."""
-        self._costs = {task.key: task.cost_s for task in self.tasks}
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._costs = {task.key: task.cost_s for task in tasks}
         self._total = sum(self._costs.values())
+        self._done, self._began = 0.0, time.monotonic()
 
     def seconds(self, outcome: Outcome) -> float | None:
         """Note that a task is done; return how long the others will take, None if that is unknown."""
