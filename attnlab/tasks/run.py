@@ -6,14 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from attnlab.case.fields import refuse
 from attnlab.case.machine import cores
 from attnlab.tasks.local import LocalEngine
-from attnlab.tasks.store import Store
+from attnlab.tasks.store import Header, Store
 from attnlab.tasks.task import Engine, Job, Outcome, Stop, Task, never
 
 # The engines by name.
@@ -101,6 +102,15 @@ class TaskRun:
         if self.store is not None:
             self.store.append(outcome)
         self.outcomes[outcome.key] = outcome
+
+
+@contextmanager
+def kept_run(
+    engine: Engine, job: Job, header: Header, out: Path | None, stop: Stop, seconds: float | None
+) -> Iterator[TaskRun]:
+    """Yield a run that starts no task after ``seconds``, with a store in ``out``, if that is given."""
+    with nullcontext() if out is None else Store(out, header) as store:
+        yield TaskRun(engine=engine, job=job, store=store, stop=stop, is_late=deadline(seconds))
 
 
 def deadline(seconds: float | None) -> Stop:
