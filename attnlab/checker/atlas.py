@@ -43,9 +43,7 @@ from attnlab.checker.plan import (
     estimated_bytes,
     findings_of,
     has_run,
-    op_of,
     packaged_costs,
-    why_not_run,
 )
 from attnlab.checker.releases import (
     ABSENT,
@@ -59,47 +57,38 @@ from attnlab.checker.releases import (
     Release,
     ReleasePlan,
     ReleaseTable,
+    name_of,
     op_digest,
     op_files,
     why_no_verdict,
 )
-from attnlab.checker.report import NotRun, OnProgress, counted, ignore_progress, watching
+from attnlab.checker.report import OnProgress, ignore_progress, not_run_of, watching
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.linear.state_case import RECORDS, STATE_OPS
 from attnlab.mutation.power import ChangedTest
-from attnlab.tasks.run import TaskRun, deadline
-from attnlab.tasks.store import ALL, Header, Shard, Store
+from attnlab.tasks.run import kept_run
+from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Engine, Stop, Task, never
 
 COMMAND = "atlas"
 Fields = dict[str, Any]  # of a Case, without those that choose the op and the library
 ANY_OP = "*"  # a call that any op may get
-HORIZONS: Fields = {
-    "horizon": True
-}  # in place of a call: asks at which sizes int32 addresses overflow
+# In place of a call: asks at which sizes int32 addresses overflow.
+HORIZONS: Fields = {"horizon": True}
 FOUND = "found by checks"
-_RAISED_AT = re.compile(
-    r"^\S+\.py:(#|\d+): \w+: "
-)  # of a diagnosis, where which exception was raised
+_RAISED_AT = re.compile(r"^\S+\.py:(#|\d+): \w+: ")  # where which exception was raised
 _BEGIN = 30
 _TILE = 16  # query heads; kernels have faults with more per KV head
 _KIND_OF_ITS_OWN = ("freed_leaked", "tail_leaked")  # a check calls them reads of slots
 _OF_MERGES = ("partitions", "softmax")  # families of defects that an op which merges parts can have
 # Fields of a Case that a fault may need; without them its output tells of less.
 _FEATURES = {
-    *MASK_DATA,
-    "mask",
-    "sliding_window",
-    "freed",
-    "alibi",
-    "sinks",
-    "softcap",
-    "pad_batch",
+    *(*MASK_DATA, "mask", "sliding_window", "freed", "alibi", "sinks", "softcap", "pad_batch"),
+    *("kv_cache_dtype", "kv_layout", "num_splits", "interleave_v", "distribution"),
 }
-_FEATURES |= {"kv_cache_dtype", "kv_layout", "num_splits", "interleave_v", "distribution"}
 _PLACE = ("op", "backend", "release", "platform")
 _STATE_S, _STATE_BYTES = 1.0, 256 << 20  # of a small case of linear attention
 _ORDER = (FINDING, NOT_RUN, OTHER, SOUND, ABSENT)  # which state of several ops a cell has
@@ -119,7 +108,7 @@ class KnownFault:
     diagnosis: str
     title: str
     family: str
-    calls: dict[str, list[Fields]]
+    calls: dict[str, list[Fields]] = field(default_factory=dict)
     found_in: tuple[str, ...] = ()
     lines: dict[str, str] = field(default_factory=dict)
 
@@ -238,13 +227,8 @@ def known_faults(
 
 def _found_fault(finding: Finding) -> KnownFault:
     """Return the fault of a finding, without calls."""
-    return KnownFault(
-        kind=finding.kind,
-        diagnosis=label_of(finding),
-        title=finding.title,
-        family=FOUND,
-        calls={},
-    )
+    label = label_of(finding)
+    return KnownFault(kind=finding.kind, diagnosis=label, title=finding.title, family=FOUND)
 
 
 def _catalogue(
@@ -257,7 +241,6 @@ def _catalogue(
             diagnosis=name,
             title=f"{name}: {one.text}",
             family=one.family,
-            calls={},
         )
         for name, one in DEFECTS.items()
         if not one.harmless and name not in _KIND_OF_ITS_OWN
@@ -543,16 +526,18 @@ class _Atlas:
     def faults(self) -> list[KnownFault]:
         """Return the known faults, and those that a call of another one shows."""
         new: dict[tuple[str, ...], KnownFault] = {}
+        for op, fields, finding in self._shown():
+            if not any(one.is_shown(finding, fields in one.calls_at(op)) for one in self.known):
+                self._add(new, finding, fields)
+        return [*self.known, *new.values()]
+
+    def _shown(self) -> Iterator[tuple[str, Fields, Finding]]:
+        """Yield the findings of all calls in all releases, each with its op and the call."""
         for op, calls in self._at.items():
             for fields in calls:
                 for owner in self.calls.owners(op):
-                    for one in self.seen(op, owner, fields).findings:
-                        if not self._is_known(one, op, fields):
-                            self._add(new, one, fields)
-        return [*self.known, *new.values()]
-
-    def _is_known(self, finding: Finding, op: str, fields: Fields) -> bool:
-        return any(one.is_shown(finding, fields in one.calls_at(op)) for one in self.known)
+                    for finding in self.seen(op, owner, fields).findings:
+                        yield op, fields, finding
 
     def _add(
         self, new: dict[tuple[str, ...], KnownFault], finding: Finding, fields: Fields
@@ -574,23 +559,17 @@ class _Atlas:
     def _named(self) -> dict[tuple[str, str, str], list[Fields]]:
         """Return, by op and by kind and name of a fault, the calls that show it in some release."""
         found: dict[tuple[str, str, str], list[Fields]] = {}
-        for op, calls in self._at.items():
-            for fields in calls:
-                for owner in self.calls.owners(op):
-                    for one in self.seen(op, owner, fields).findings:
-                        of = found.setdefault((op, one.kind, label_of(one)), [])
-                        if fields not in of:
-                            of.append(fields)
+        for op, fields, one in self._shown():
+            of = found.setdefault((op, one.kind, label_of(one)), [])
+            if fields not in of:
+                of.append(fields)
         return found
 
     def run(self, fault: KnownFault, op: str, owner: str) -> tuple[_Seen, Case | None]:
         """Return what the calls of a fault did in an op of a release, and the Case that decided it."""
         own = fault.calls_at(op)
-        more = (
-            []
-            if fault.diagnosis in NAMELESS
-            else self._named.get((op, fault.kind, fault.diagnosis), [])
-        )
+        is_named = fault.diagnosis not in NAMELESS
+        more = self._named.get((op, fault.kind, fault.diagnosis), []) if is_named else []
         states: list[tuple[_Seen, Fields]] = []
         for fields in [*own, *(one for one in more if one not in own)]:
             seen = self.seen(op, owner, fields)
@@ -713,26 +692,19 @@ def check_atlas(
     began = time.perf_counter()
     all_tasks = plan.tasks()
     header, tasks = plan.header(all_tasks, shard), shard.of(all_tasks)
-    with contextlib.ExitStack() as stack:
-        store = None if out is None else stack.enter_context(Store(out, header))
-        is_late = deadline(seconds)
-        run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
+    with kept_run(engine, plan.job(), header, out, stop, seconds) as run:
         run.run(tasks, watching("cases", tasks, on_progress))
     stopped = "the check was interrupted" if stop() else "the time was up"
     took = time.perf_counter() - began
     return build_atlas(header, all_tasks, run.outcomes, seconds=took, stopped=stopped)
 
 
-def _atlas(header: Header, tasks: Sequence[Task], outcomes: Outcomes, stopped: str) -> _Atlas:
-    by_key = {task.key: task for task in tasks}
-    return _Atlas(header=header, tasks=by_key, outcomes=outcomes, stopped=stopped)
-
-
 def build_atlas(
     header: Header, tasks: Sequence[Task], outcomes: Outcomes, *, seconds: float, stopped: str
 ) -> ReleaseTable:
     """Return the table of the outcomes of some tasks; ``stopped`` is the reason for a missing one."""
-    atlas = _atlas(header, tasks, outcomes, stopped)
+    by_key = {task.key: task for task in tasks}
+    atlas = _Atlas(header=header, tasks=by_key, outcomes=outcomes, stopped=stopped)
     ran = [one for one in map(outcomes.get, atlas.tasks) if has_run(one)]
     return ReleaseTable(
         releases=[*header["runs"]],
@@ -744,7 +716,7 @@ def build_atlas(
         seconds=seconds,
         versions=header["versions"],
         faults=[atlas.fault(one) for one in atlas.faults],
-        not_run=_not_run(tasks, outcomes, stopped),
+        not_run=not_run_of(tasks, outcomes, stopped, name_of),
     )
 
 
@@ -756,13 +728,6 @@ def newest_findings(table: ReleaseTable) -> dict[str, list[Finding]]:
             if run.finding is not None:
                 newest[version][run.finding] = None
     return {version: [*found] for version, found in newest.items()}
-
-
-def _not_run(tasks: Sequence[Task], outcomes: Outcomes, stopped: str) -> list[NotRun]:
-    """Return the calls that did not run although the op may take them, by op and reason."""
-    reasons = ((task, why_not_run(outcomes.get(task.key), stopped)) for task in tasks)
-    names = ((f"{task.payload['library']} {op_of(task)}", task, reason) for task, reason in reasons)
-    return counted((name, reason, task) for name, task, reason in names if reason)
 
 
 def merged_atlas(header: Header, outcomes: Outcomes) -> ReleaseTable:

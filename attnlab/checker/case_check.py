@@ -125,13 +125,8 @@ def check_case(
 
 def wrong_accesses(case: Case, run: CaseRun) -> list[Finding]:
     """Return the out-of-bounds access and the int32 overflow of a run, if there are."""
-    found = []
-    if run.outside:
-        source_line = run.outside[0].split()[0]
-        found.append(_finding(case, OUT_OF_BOUNDS, run.outside[0], source_line))
-    if run.wraps:
-        found.append(_finding(case, INT32_WRAP, run.wraps[0], INT32_WRAP))
-    return found
+    outside = [_finding(case, OUT_OF_BOUNDS, text, text.split()[0]) for text in run.outside[:1]]
+    return [*outside, *(_finding(case, INT32_WRAP, text, INT32_WRAP) for text in run.wraps[:1])]
 
 
 def is_callers_fault(lab: Lab, case: Case) -> bool:
@@ -167,7 +162,7 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
             {case: run.output},
             lambda: _wrong_output(lab, backend, case, run.output, diagnosis),
         )
-    if not _gets_cache(case) or never_reads_empty_slots(run):
+    if case.spec.cache_layout is None or never_reads_empty_slots(run):
         return None
     garbage = case.replace(empty_slots="garbage")
     output = run_case(lab, backend, garbage).output
@@ -344,7 +339,7 @@ def _leak(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Findi
 
 def _check_cache(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of a cache write, or None."""
-    errors = _cache_errors(lab, case, run)
+    errors = _output_errors(lab, case, run.output)
     if not errors.mismatched:
         return None
     place = errors.places()[0]
@@ -365,23 +360,13 @@ def _rules_of_write(lab: Lab, case: Case, run: CaseRun) -> str:
     return "".join(f"; {one.what}" for one in facts)
 
 
-def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
-    """Return the errors of the cache that a run wrote."""
-    return _output_errors(lab, case, run.output)
-
-
-def _gets_cache(case: Case) -> bool:
-    """Answer whether the op of a Case gets a cache, so that its result may depend on empty slots."""
-    return case.spec.cache_layout is not None
-
-
 def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of an output of a Case with an op argument, or None.
 
     It is diagnosed only if the output is also wrong without the argument.
     """
-    contents = (case.empty_slots, "garbage") if _gets_cache(case) else (case.empty_slots,)
-    for empty_slots in contents:
+    has_cache = case.spec.cache_layout is not None
+    for empty_slots in (case.empty_slots, "garbage") if has_cache else (case.empty_slots,):
         case = case.replace(empty_slots=empty_slots)
         output = run.output if empty_slots == "nan" else run_case(lab, backend, case).output
         errors = _output_errors(lab, case, output)
@@ -532,15 +517,9 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
             found = check_case(lab, backend, case, names=finding.kind == "wrong_output")
     except AttnLabError:
         return None
-    return next(
-        (
-            other
-            for other in found
-            if other.is_same(finding)
-            and (other.diagnosis == finding.diagnosis or not finding.is_named)
-        ),
-        None,
-    )
+    if finding.is_named:
+        found = [one for one in found if one.diagnosis == finding.diagnosis]
+    return next((one for one in found if one.is_same(finding)), None)
 
 
 def _smaller_cases(case: Case) -> Iterator[tuple[str, Case]]:
@@ -634,8 +613,6 @@ class CheckJob(Job):
 
     def open(self) -> "_State":
         """Return the state of a worker. Raises Unavailable if the kernels cannot be loaded."""
-        import torch
-
         from attnlab.kernels.triton import interpreter
 
         torch.set_num_threads(1)  # the other cores have workers of their own
@@ -669,17 +646,15 @@ class CheckJob(Job):
         return cast(Verdict, json_value(verdict))
 
     def identity(self) -> dict[str, str]:
-        digests = {name: source_digest(backend) for name, backend in self.libraries.items()}
+        libraries = self.libraries.items()
         return {
             **versions(),
-            **{f"source {name}".strip(): value for name, value in digests.items()},
+            **{f"source {name}".strip(): source_digest(backend) for name, backend in libraries},
         }
 
     def free_bytes(self, state: "_State") -> int | None:
         if self.device != "cuda":
             return None
-        import torch
-
         release_memory()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
@@ -720,47 +695,47 @@ def case_verdict(lab: Lab, backend: Backend, case: Case, names: bool = True) -> 
     - ``reads``: the number of slots read, by state, and ``allowed``: the states that the contracts allow;
       None if the reads were not traced. ``kernels``: the names of the kernels that were launched.
     """
-    verdict: Verdict = {"ran": False, "findings": [], "unsupported": "", "not_run": ""}
-    reads: Verdict = {"reads": None, "allowed": None, "kernels": []}
+    verdict = _verdict(reads=None, allowed=None, kernels=[])
 
     def count(case: Case, run: CaseRun) -> None:
-        reads["kernels"] = kernels_of(run.launches)
+        verdict["kernels"] = kernels_of(run.launches)
         if run.memory is not None:
-            reads.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
+            verdict.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
 
     try:
         backend.check_features(case)
         if is_callers_fault(lab, case):
-            return {**verdict, **reads}
+            return verdict
         findings = check_case(lab, backend, case, count, names)
     except (DeviceLost, OutOfMemory):
         raise
     except (Unsupported, InvalidCase) as error:  # InvalidCase: a field that this release's op lacks
-        return {**verdict, **reads, "unsupported": str(error)}
+        return {**verdict, "unsupported": str(error)}
     except AttnLabError as error:
-        return {**verdict, **reads, "not_run": str(error)}
-    return {**verdict, **reads, "ran": True, "findings": [one.to_verdict() for one in findings]}
+        return {**verdict, "not_run": str(error)}
+    return {**verdict, "ran": True, "findings": [one.to_verdict() for one in findings]}
+
+
+def _verdict(**fields: Any) -> Verdict:
+    """Return the verdict of a case that has not run, and some fields."""
+    return {"ran": False, "findings": [], "unsupported": "", "not_run": "", **fields}
 
 
 def state_verdict(backend: Backend, case: StateCase) -> Verdict:
     """Run a case of linear attention and return its verdict, with the keys of ``case_verdict``."""
     source = backend.op_source
     assert source is not None
-    verdict: Verdict = {"ran": False, "findings": [], "unsupported": "", "not_run": ""}
     found = tried(case, SourceRunner(source=source, platform=case.platform))
     if isinstance(found, KernelFailed):
         kind, text = "fails", str(found)
         diagnosis = re.sub(r":\d+: ", ":#: ", text)
     elif isinstance(found, AttnLabError):
         key = "not_run" if isinstance(found, Unavailable) else "unsupported"
-        return {**verdict, key: str(found)}
+        return _verdict(**{key: str(found)})
     else:
-        kind, text = found.kind, found.evidence
-        diagnosis = "unexplained"
-    one = Finding(
-        op=case.op, kind=kind, case=cast(Case, case), evidence=text, diagnosis=diagnosis
-    )  # fmt: skip
-    return {**verdict, "ran": True, "findings": [one.to_verdict()] if kind else []}
+        kind, text, diagnosis = found.kind, found.evidence, "unexplained"
+    one = _finding(cast(Case, case), kind, text, diagnosis)
+    return _verdict(ran=True, findings=[one.to_verdict()] if kind else [])
 
 
 GPU_MEMORY = 288  # GB, as in _WORDS of a finding
@@ -815,8 +790,7 @@ def horizon_verdict(
     """
     source = backend.op_source
     assert source is not None
-    verdict: dict[str, Any] = {"ran": True, "findings": [], "unsupported": "", "not_run": ""}
-    verdict |= {"reads": None, "allowed": None, "kernels": [], "points": {}, "arguments": {}}
+    verdict = _verdict(reads=None, allowed=None, kernels=[], points={}, arguments={})
     try:
         found = survey(
             source.root,
@@ -826,10 +800,10 @@ def horizon_verdict(
             sizes=_SIZES,
         )
     except AttnLabError as error:
-        return {**verdict, "ran": False, "unsupported": f"int32 horizons: {error}"}
-    verdict["findings"] = [one.to_verdict() for one in _findings(found, case, of_addresses)]
+        return {**verdict, "unsupported": f"int32 horizons: {error}"}
+    findings = [one.to_verdict() for one in _findings(found, case, of_addresses)]
     reasons = [f"int32 horizon of {one.kernel}: {one.why}" for one in found.not_run]
-    return {**verdict, "unsupported": "; ".join(reasons)}
+    return {**verdict, "ran": True, "findings": findings, "unsupported": "; ".join(reasons)}
 
 
 def _findings(found: Survey, case: Case, of_addresses: bool) -> Iterator[Finding]:

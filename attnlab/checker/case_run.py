@@ -256,9 +256,9 @@ def _imported(node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
-    base = "" if node.level else node.module or ""
     if node.level:  # "from .name import x" and "from . import name"
         return [node.module] if node.module else [alias.name for alias in node.names]
+    base = node.module or ""
     return [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
@@ -278,15 +278,11 @@ def forms_of(verdicts: Iterable[tuple[Mapping[str, Any], str]]) -> dict[str, dic
 
     ``verdicts``: of cases, each with its op. Kernels of one case are joined by " + ".
     """
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for verdict, op in verdicts:
         if verdict.get("kernels"):
-            counts = found.setdefault(op, {})
-            form = " + ".join(verdict["kernels"])
-            counts[form] = counts.get(form, 0) + 1
-    return {
-        op: dict(sorted(counts.items(), key=lambda one: -one[1])) for op, counts in found.items()
-    }
+            found.setdefault(op, Counter())[" + ".join(verdict["kernels"])] += 1
+    return {op: dict(counts.most_common()) for op, counts in found.items()}
 
 
 # Count slot reads by state, and report those that the contracts do not allow.

@@ -101,7 +101,10 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
     used = record.strides.get(name, 0)
     for dim in sorted(dims - strides):
         text = f"stride {dim} is that of a contiguous tensor"
-        gaps, reasons = _sorted(text, NO_STRIDE if dim >= used else "", gaps, reasons)
+        if dim >= used:
+            reasons.append(f"{text}: {NO_STRIDE}")
+        else:
+            gaps.append(text)
     if set(dtypes) & set(_INDEX_DTYPES):
         wanted = record.index_dtypes.get(name, _INDEX_DTYPES)
         gaps += [f"never {dtype}" for dtype in wanted if dtype not in dtypes]
@@ -116,22 +119,9 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
     )
 
 
-def _sorted(
-    text: str, reason: str, gaps: list[str], reasons: list[str]
-) -> tuple[list[str], list[str]]:
-    """Return the gaps and the reasons with one more text, which is a gap without a reason."""
-    if reason:
-        return gaps, [*reasons, f"{text}: {reason}"]
-    return [*gaps, text], reasons
-
-
 def _after(facts: set[str], word: str) -> list[str]:
     """Return what follows a word in the facts that begin with it, sorted."""
     return sorted(fact.removeprefix(word) for fact in facts if fact.startswith(word))
-
-
-_OUTCOMES = {"for": {True: "entered", False: "not entered"}}
-_TRUTH = {True: "true", False: "false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,14 +263,18 @@ def _points(function: Function) -> Iterator[tuple[str, Gap]]:
     """Yield each point of a function and the gap that it is if no case reaches it, by line."""
     found = []
     for line in function.statements:
-        text = function.text[line - function.line].strip()
-        found.append((str(line), _gap(function, line, "line", text)))
+        found.append((str(line), line, "line", _text_of(function, line)))
     for name, branch in function.branches.items():
-        words = _OUTCOMES.get(branch.kind, _TRUTH)
-        for outcome in (True, False):
-            gap = _gap(function, branch.line, words[outcome], f"{branch.kind} {branch.text}")
-            found.append((f"{name}{_sign(outcome)}", gap))
-    yield from sorted(found, key=lambda one: one[1].line)
+        words = ("entered", "not entered") if branch.kind == "for" else ("true", "false")
+        for sign, what in zip("+-", words, strict=True):
+            found.append((f"{name}{sign}", branch.line, what, f"{branch.kind} {branch.text}"))
+    file = function.file.as_posix()
+    for point, line, what, text in sorted(found, key=lambda one: one[1]):
+        yield point, Gap(file=file, line=line, function=function.name, what=what, text=text)
+
+
+def _text_of(function: Function, line: int) -> str:
+    return function.text[line - function.line].strip()
 
 
 def _excuses(
@@ -293,16 +287,12 @@ def _excuses(
     for entry in entries:
         for name, branch in function.branches.items():
             block = branch.then if entry.outcome else branch.otherwise
-            if branch.text != entry.text or not _begins(function, block[0], entry.block):
+            if branch.text != entry.text:
                 continue
-            own[f"{name}{_sign(entry.outcome)}"] = entry.reason
-            inside |= dict.fromkeys(_inside(function, block), entry.reason)
+            if not entry.block or _text_of(function, block[0]).startswith(entry.block):
+                own[f"{name}{'+' if entry.outcome else '-'}"] = entry.reason
+                inside |= dict.fromkeys(_inside(function, block), entry.reason)
     return own, inside
-
-
-def _begins(function: Function, line: int, text: str) -> bool:
-    """Answer whether a line of a function begins with a text."""
-    return not text or function.text[line - function.line].strip().startswith(text)
 
 
 def _inside(function: Function, block: tuple[int, int]) -> Iterator[str]:
@@ -312,12 +302,3 @@ def _inside(function: Function, block: tuple[int, int]) -> Iterator[str]:
     for name, branch in function.branches.items():
         if first <= branch.line <= last:
             yield from (f"{name}{sign}" for sign in "+-")
-
-
-def _gap(function: Function, line: int, what: str, text: str) -> Gap:
-    name = function.file.as_posix()
-    return Gap(file=name, line=line, function=function.name, what=what, text=text)
-
-
-def _sign(outcome: bool) -> str:
-    return "+" if outcome else "-"

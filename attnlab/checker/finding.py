@@ -166,9 +166,8 @@ class Finding(Shown):
         first, _, rest = self.diagnosis.partition(": ")
         if first.startswith(_OP_ARGUMENT):
             names = f"; it is as with {rest}" if rest else ""
-            return (
-                f"the output is wrong with {first.replace(_OP_ARGUMENT, 'the op argument ')}{names}"
-            )
+            argument = first.replace(_OP_ARGUMENT, "the op argument ")
+            return f"the output is wrong with {argument}{names}"
         if first in _IN_WORDS:
             return _IN_WORDS[first] + (f" (op argument {rest})" if rest else "")
         text = {**KINDS, **OBSERVATIONS}[self.kind]
@@ -343,8 +342,7 @@ def split_known(
     for finding in faults:
         entry = next((entry for entry in known if entry.matches(finding)), None)
         if entry is not None:
-            fields = {name: getattr(entry, name) for name in ("op", "kind", "link", "diagnosis")}
-            matched.append(KnownFinding(**fields, finding=finding))
+            matched.append(dataclasses.replace(entry, finding=finding))
     missing = [
         entry
         for entry in known
@@ -364,7 +362,8 @@ def read_known(path: Path) -> list[KnownFinding]:
         return _of_json(text, path)
     found = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = _words(line)
+        # A "#" inside a word begins no comment, as in a link.
+        words = [*itertools.takewhile(lambda word: not word.startswith("#"), line.split())]
         if not words:
             continue
         if len(words) < 3:
@@ -372,13 +371,6 @@ def read_known(path: Path) -> list[KnownFinding]:
         op, kind, *diagnosis, link = words
         found.append(_entry(f"line {number} of {path}", op, kind, " ".join(diagnosis), link))
     return found
-
-
-def _words(line: str) -> list[str]:
-    """Return the words of a line up to a comment; a "#" inside a word begins none, as in a link."""
-    words = line.split()
-    end = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
-    return words[:end]
 
 
 def _of_json(text: str, path: Path) -> list[KnownFinding]:
@@ -426,13 +418,8 @@ class Location:
 
 def op_locations(backend: "Backend") -> dict[str, Location]:
     """Return where each op of a backend is defined; an op without a file, such as a model, is left out."""
-    found = {}
-    for op in backend.ops:
-        located = _located(backend, op)
-        if located is not None:
-            path, name, function = located
-            found[op] = Location(file=name, line=_line_of(path, function))
-    return found
+    located = {op: _located(backend, op) for op in backend.ops}
+    return {op: place for op, place in located.items() if place is not None}
 
 
 def location_of(op: str, evidence: str, ops: dict[str, Location]) -> Location | None:
@@ -448,25 +435,24 @@ def location_of(op: str, evidence: str, ops: dict[str, Location]) -> Location | 
     return Location(file=str(file), line=int(match[2]))
 
 
-def _located(backend: "Backend", op: str) -> tuple[Path, str, str] | None:
-    """Return the file of an op, its name in reports, and the name of the function."""
+def _located(backend: "Backend", op: str) -> Location | None:
+    """Return where an op is defined; None if it has no file."""
     if (source := backend.op_source) is not None:
         try:
             path = source.op_file(OPS[op].module)
         except AttnLabError:  # the release does not have the op
             return None
-        return path, path.relative_to(source.root).as_posix(), OPS[op].function
+        return _definition(path, path.relative_to(source.root), OPS[op].function)
     from attnlab.kernels.plugin import PluginBackend
 
     if isinstance(backend, PluginBackend) and backend.file is not None:
         path = Path(backend.file)
-        return path, Path(os.path.relpath(path)).as_posix(), backend.kernel.__name__
+        return _definition(path, Path(os.path.relpath(path)), backend.kernel.__name__)
     return None
 
 
-def _line_of(path: Path, function: str) -> int:
-    """Return the line of a function's ``def`` at the top of a file; 1 if it is not there."""
-    for node in ast.parse(path.read_bytes()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            return node.lineno
-    return 1
+def _definition(path: Path, shown: Path, function: str) -> Location:
+    """Return the line of a function's ``def`` at the top of a file; line 1 if it is not there."""
+    nodes = (n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.FunctionDef))
+    lines = (node.lineno for node in nodes if node.name == function)
+    return Location(file=shown.as_posix(), line=next(lines, 1))

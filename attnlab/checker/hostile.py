@@ -71,25 +71,16 @@ class Variant:
         return {**self.fields, "ctx_lens": tuple(map(sum, zip(contexts, whole, strict=True)))}
 
 
-def _scoring(op: Op) -> bool:
-    """Answer whether an op computes, or merges, attention of several new tokens."""
-    return op.prefill and op.is_triton and not op.writes_cache
-
-
-def _splitting(op: Op) -> bool:
-    """Answer whether an op splits sequences."""
-    return op.num_splits is not None
-
-
 def _partitioned(op: Op) -> bool:
     """Answer whether other kernels of an op take long sequences, in partitions."""
     return op.partition_size > 0
 
 
 _TABLES = tomllib.loads((files(__package__) / "variants.toml").read_text(encoding="utf-8"))
-_SORTS = {
-    "scoring": _scoring,
-    "splitting": _splitting,
+_SORTS: dict[str, Callable[[Op], bool]] = {
+    # An op that computes, or merges, attention of several new tokens.
+    "scoring": lambda op: op.prefill and op.is_triton and not op.writes_cache,
+    "splitting": lambda op: op.num_splits is not None,
     "partitioned": _partitioned,
     "merging": lambda op: op.merges,
 }
@@ -376,16 +367,17 @@ class Design:
             yield {"operator": "fn", "requires": [one, other], "evaluate": is_allowed}
 
         def is_case(row: Mapping[int, str]) -> bool:
-            return self._is_case({knob: row[place] for place, knob in enumerate(knobs)})
+            return not self.refusal({knob: row[place] for place, knob in enumerate(knobs)})
 
         yield {"operator": "fn", "requires": list(range(len(knobs))), "evaluate": is_case}
 
-    def _is_case(self, row: Row) -> bool:
+    def refusal(self, row: Row) -> str:
+        """Return why a row is not a Case, or ""."""
         try:
             self.make(self.fields(row))
-        except InvalidCase:
-            return False
-        return True
+        except InvalidCase as error:
+            return str(error)
+        return ""
 
 
 def find_design(
@@ -406,7 +398,7 @@ def find_design(
         made = list[object]()
         for name, value in named.items():
             row = {**every.plain(), knob: name}
-            why = _refusal(every, row)
+            why = every.refusal(row)
             if not why and (case := make(every.fields(row))) in made:
                 why = "it changes nothing"
             why = why or refusal(case)
@@ -420,29 +412,15 @@ def find_design(
     for one, other in combinations(kept, 2):
         for names in product(kept[one], kept[other]):
             entry = ((one, names[0]), (other, names[1]))
-            why = _refusal(design, {**design.plain(), **dict(entry)})
-            if why:
+            if why := design.refusal({**design.plain(), **dict(entry)}):
                 refused[entry] = why
     return design
 
 
-def _refusal(design: Design, row: Row) -> str:
-    """Return why a row is not a Case, or ""."""
-    try:
-        design.make(design.fields(row))
-    except InvalidCase as error:
-        return str(error)
-    return ""
-
-
 def uncovered(design: Design, rows: Iterable[Mapping[str, str]]) -> list[Tuple]:
     """Return the allowed pairs and triples that no row has."""
-    made = [dict(row) for row in rows]
-    return [
-        entry
-        for entry in design.wanted()
-        if not any(all(row.get(knob) == name for knob, name in entry) for row in made)
-    ]
+    made = [set(row.items()) for row in rows]
+    return [entry for entry in design.wanted() if not any(row.issuperset(entry) for row in made)]
 
 
 # Lengths at the edges of what a kernel processes at once: tiles, blocks of the cache, and parts.

@@ -232,9 +232,7 @@ class MatrixJob(Job):
             yield
 
     def run(self, state: _State, payload: dict[str, Any]) -> dict[str, Any]:
-        rows = [self._row(state, test_id) for test_id in payload["ids"]]
-        found: dict[str, Any] = json.loads(json.dumps({"rows": [asdict(row) for row in rows]}))
-        return found
+        return {"rows": json_value([self._row(state, test_id) for test_id in payload["ids"]])}
 
     def _row(self, state: _State, test_id: str) -> MatrixRow:
         try:

@@ -134,30 +134,58 @@ _SHRINK_COST = 8.0  # of a finding, in times of its case
 _NAMING_COST = 4.0  # at most, of a finding, in times of the limit of its case
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a check runs: hostile cases of the ops of one library.
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a check of one library, or of many releases, runs of ``ops``.
 
-    - ``library``: a name that distinguishes it from others in the same run; "" for a single one.
     - ``cases``: for each op, None for all.
     - ``case_limit_s``: how long a case may take in a process of its own.
-    - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
-    - ``all_ops``: the ops of all libraries of a run with several; empty for one.
-    - ``left_out``: what is not checked, and why, in lines.
     - ``horizon``: also ask for the int32 horizons of each op, if it has Triton kernels in a source.
     """
 
-    backend: Backend
     ops: tuple[str, ...]
     platform: str = "sm_90"
     cases: int | None = None
     seed: int = 0
     case_limit_s: float = 60.0
-    library: str = ""
-    coverage: bool = False
     costs: Costs = field(default_factory=packaged_costs, repr=False)
     horizon: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """Return the conditions as the header of a store has them."""
+        return {
+            "ops": [*self.ops],
+            "platform": self.platform,
+            "cases": self.cases,
+            "seed": self.seed,
+            "case_seconds": self.case_limit_s,
+            "horizon": self.horizon,
+        }
+
+    def part(self, tasks: Sequence[Task], shard: Shard) -> dict[str, Any]:
+        """Return what says which part of which tasks a store has, and what runs them."""
+        keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
+        return {
+            "versions": versions(),
+            "shard": str(shard),
+            "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Conditions):
+    """What a check runs: hostile cases of the ops of one library.
+
+    - ``library``: a name that distinguishes it from others in the same run; "" for a single one.
+    - ``coverage``: record which points of the kernels the cases reach.
+    - ``all_ops``: the ops of all libraries of a run with several; empty for one.
+    - ``left_out``: what is not checked, and why, in lines.
+    """
+
+    backend: Backend
+    library: str = ""
+    coverage: bool = False
     all_ops: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -228,7 +256,7 @@ class Plan:
 
         ``tasks``: all of the plan, as :meth:`tasks` returns them.
         """
-        keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
+        measured = self.ops if self.coverage else ()
         return {
             "command": "check",
             "library": {
@@ -246,36 +274,18 @@ class Plan:
                     op: asdict(place) for op, place in op_locations(self.backend).items()
                 },
             },
-            "options": {
-                "ops": [*self.ops],
-                "platform": self.platform,
-                "cases": self.cases,
-                "seed": self.seed,
-                "case_seconds": self.case_limit_s,
-                "horizon": self.horizon,
-            },
-            "versions": versions(),
-            "shard": str(shard),
-            "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
+            "options": self.options(),
+            **self.part(tasks, shard),
             "cases": [{"key": task.key, "payload": task.payload} for task in tasks],
-            "functions": self._functions(),
-            "combinations": self._combinations(),
+            "functions": {op: functions_of(self.backend, op) for op in measured},
+            "combinations": {
+                op: self._combinations(op) for op in measured if self.backend.has_op(op)
+            },
         }
 
-    def _functions(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the functions of each op whose coverage is measured; empty without ``coverage``."""
-        ops = self.ops if self.coverage else ()
-        return {op: functions_of(self.backend, op) for op in ops}
-
-    def _combinations(self) -> dict[str, dict[str, Any]]:
-        """Return the combinations of each op whose coverage is measured; empty without ``coverage``."""
-        return {
-            op: combinations_of(
-                self.backend, op, self.platform, self.seed, list(self._hostile_cases(op))
-            )
-            for op in (self.ops if self.coverage else ())
-            if self.backend.has_op(op)
-        }
+    def _combinations(self, op: str) -> dict[str, Any]:
+        cases = list(self._hostile_cases(op))
+        return combinations_of(self.backend, op, self.platform, self.seed, cases)
 
 
 def has_run(outcome: Outcome | None) -> bool:

@@ -1,6 +1,5 @@
 """Check many releases of vLLM, or of another library, in one run."""
 
-import contextlib
 import dataclasses
 import hashlib
 import time
@@ -13,21 +12,21 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.ops import OPS
-from attnlab.case.shown import Shown, json_fields
+from attnlab.case.shown import Shown, json_fields, json_value
 from attnlab.checker.case_check import CheckJob
-from attnlab.checker.case_run import versions, with_imports
+from attnlab.checker.case_run import with_imports
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.plan import (
-    Costs,
+    Conditions,
     Group,
     Outcomes,
     Plan,
+    digest_of,
     findings_of,
     groups,
     has_run,
     is_case,
     op_of,
-    packaged_costs,
     shrink_key,
     shrink_task,
     why_not_run,
@@ -38,6 +37,7 @@ from attnlab.checker.report import (
     counted,
     ignore_progress,
     name_outputs,
+    not_run_of,
     watching,
 )
 from attnlab.kernels import find_backend
@@ -46,8 +46,8 @@ from attnlab.kernels.vllm.source import Source
 from attnlab.library.op import package_of, state_ops_of
 from attnlab.linear.run import StateBackend
 from attnlab.linear.state_case import RECORDS
-from attnlab.tasks.run import TaskRun, deadline
-from attnlab.tasks.store import ALL, Header, Shard, Store
+from attnlab.tasks.run import TaskRun, kept_run
+from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Engine, Outcome, Stop, Task, never
 
 # The plan of a check of many releases: what runs, and which releases share a result.
@@ -81,28 +81,18 @@ def releases_of(paths: Mapping[str, Path], device: str, library: str = "vllm") -
     name = library if library == "vllm" else f"library:{library}"
 
     def backend(path: Path) -> Backend:
-        is_linear = bool(state_ops_of(library))
-        return (
-            StateBackend(library=library, path=path)
-            if is_linear
-            else find_backend(name, path, device)
-        )
+        if state_ops_of(library):
+            return StateBackend(library=library, path=path)
+        return find_backend(name, path, device)
 
     return [Release(version=version, backend=backend(path)) for version, path in paths.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleasePlan:
-    """What a check of releases runs. ``releases``: the oldest first; the other fields as in :class:`Plan`."""
+class ReleasePlan(Conditions):
+    """What a check of releases runs. ``releases``: the oldest first."""
 
     releases: tuple[Release, ...]
-    ops: tuple[str, ...]
-    platform: str = "sm_90"
-    cases: int | None = None
-    seed: int = 0
-    case_limit_s: float = 60.0
-    costs: Costs = field(default_factory=packaged_costs, repr=False)
-    horizon: bool = True
 
     @cached_property
     def runs(self) -> dict[str, dict[str, str]]:
@@ -121,23 +111,14 @@ class ReleasePlan:
     @cached_property
     def plans(self) -> dict[str, Plan]:
         """Return the plan of each release that has an op to run."""
+        same = {one.name: getattr(self, one.name) for one in dataclasses.fields(Conditions)}
         found = {}
         for release in self.releases:
             own = self.runs[release.version].items()
             ops = tuple(op for op, owner in own if owner == release.version)
             if ops:
-                found[release.version] = Plan(
-                    backend=release.backend,
-                    ops=ops,
-                    platform=self.platform,
-                    cases=self.cases,
-                    seed=self.seed,
-                    case_limit_s=self.case_limit_s,
-                    library=release.version,
-                    costs=self.costs,
-                    horizon=self.horizon,
-                    all_ops=self.ops,
-                )
+                given = {**same, "ops": ops, "all_ops": self.ops, "library": release.version}
+                found[release.version] = Plan(backend=release.backend, **given)
         return found
 
     def tasks(self) -> list[Task]:
@@ -160,29 +141,19 @@ class ReleasePlan:
 
     def header(self, tasks: Sequence[Task], shard: Shard = ALL) -> Header:
         """Return the header of a store: everything that the verdicts depend on, without paths."""
-        keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
         digests = {
             release.version: {op: op_digest(release.source, op) for op in self.ops}
             for release in self.releases
         }
+        releases = [release.version for release in self.releases]
         return {
             "command": COMMAND,
             "device": self.releases[0].backend.device,
-            "options": {
-                "releases": [release.version for release in self.releases],
-                "ops": [*self.ops],
-                "platform": self.platform,
-                "cases": self.cases,
-                "seed": self.seed,
-                "case_seconds": self.case_limit_s,
-                "horizon": self.horizon,
-            },
+            "options": {"releases": releases, **self.options()},
             "digests": digests,
             "runs": self.runs,
             "rules": self.rules,
-            "versions": versions(),
-            "shard": str(shard),
-            "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
+            **self.part(tasks, shard),
             "cases": [
                 {"key": task.key, "payload": task.payload, "cost_s": task.cost_s} for task in tasks
             ],
@@ -362,9 +333,8 @@ def run_task(
         case = finding.case.replace(release=rules)
     except InvalidCase:
         return None
-    digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
     payload: dict[str, Any] = {"library": version, "case": case.changes()}
-    return dataclasses.replace(like, key=f"{prefix}/{version}/{digest}", payload=payload)
+    return dataclasses.replace(like, key=f"{prefix}/{version}/{digest_of(case)}", payload=payload)
 
 
 def shows(task: Task, outcome: Outcome | None, is_fault: Callable[[Finding], bool]) -> bool | None:
@@ -515,30 +485,19 @@ class Fault:
     def to_dict(self) -> dict[str, Any]:
         """Return the fault as JSON-able values."""
         finding = self.finding
+        names = ("op", "kind", "diagnosis", "names", "description")
+        atlas = {"family": self.family, "runs": [one.to_dict(self.cells) for one in self.runs]}
         return {
-            "op": finding.op,
-            "kind": finding.kind,
-            "diagnosis": finding.diagnosis,
-            "names": list(finding.names),
-            "description": finding.description,
+            **{name: json_value(getattr(finding, name)) for name in names},
             "native": self.is_native,
-            "native_runs": {
-                version: dataclasses.asdict(one) for version, one in self.native.items()
-            },
+            "native_runs": json_value(self.native),
             "first": next(iter(self.releases), None),
             "last": next(reversed(self.releases), None),
             "cells": self.cells,
             "evidence": finding.evidence,
             "case": finding.case.changes(),
             "run": finding.run(next(iter(self.releases), "SOURCE")),
-            **(
-                {
-                    "family": self.family,
-                    "runs": [one.to_dict(self.cells) for one in self.runs],
-                }
-                if self.family
-                else {}
-            ),
+            **(atlas if self.family else {}),
         }
 
 
@@ -609,12 +568,7 @@ def build_table(
     header: Header, tasks: Sequence[Task], outcomes: Outcomes, *, seconds: float, stopped: str
 ) -> ReleaseTable:
     """Return the table of the outcomes of some tasks; ``stopped`` is the reason for a missing one."""
-    results = _Results(
-        header=header,
-        tasks=tasks,
-        outcomes=outcomes,
-        stopped=stopped,
-    )
+    results = _Results(header=header, tasks=tasks, outcomes=outcomes, stopped=stopped)
     return ReleaseTable(
         releases=[*header["runs"]],
         device=header["device"],
@@ -671,12 +625,6 @@ class _Results:
     outcomes: Outcomes
     stopped: str
 
-    @property
-    def runs(self) -> Mapping[str, Mapping[str, str]]:
-        """Return, by release and op, the release whose identical op ran."""
-        found: Mapping[str, Mapping[str, str]] = self.header["runs"]
-        return found
-
     @cached_property
     def rows(self) -> Rows:
         """Return the rows that the outcomes decide."""
@@ -705,11 +653,8 @@ class _Results:
 
     def _cells(self, row: Row) -> dict[str, str]:
         """Return what the Case of a row did in each release."""
-        owners = {version: of.get(row.finding.op) for version, of in self.runs.items()}
-        return {
-            version: ABSENT if owner is None else self._state(row, owner)
-            for version, owner in owners.items()
-        }
+        op, runs = row.finding.op, self.header["runs"].items()
+        return {version: self._state(row, of[op]) if op in of else ABSENT for version, of in runs}
 
     def _state(self, row: Row, owner: str) -> str:
         is_shown, task = row.is_shown(owner, self.outcomes), row.runs[owner]
@@ -731,7 +676,7 @@ class _Results:
             else FINDING
             if owners[finding.op] == first
             else NOT_RUN
-            for version, owners in self.runs.items()
+            for version, owners in self.header["runs"].items()
         }
 
     def _native(self, row: Row) -> dict[str, NativeRun]:
@@ -758,8 +703,7 @@ class _Results:
             for version, task in row.runs.items()
             if task is not None and version != row.first
         ]
-        reasons = [(task, self._reason(task)) for task in (*self.tasks, *confirming)]
-        found = counted((_name(task), reason, task) for task, reason in reasons if reason)
+        found = not_run_of([*self.tasks, *confirming], self.outcomes, self.stopped, name_of)
         for of in self.waiting.values():
             for version, finding in list(of.items())[1:]:
                 name, run = f"{version} {finding.op}", finding.case.to_cli()
@@ -769,13 +713,13 @@ class _Results:
     def left_out(self) -> list[NotRun]:
         """Return the cases that an op does not support, by its own error, or that violate its contract."""
         return counted(
-            (_name(task), str(self.outcomes[task.key].verdict["unsupported"]) or VIOLATES, task)  # type: ignore[index]
+            (name_of(task), str(self.outcomes[task.key].verdict["unsupported"]) or VIOLATES, task)  # type: ignore[index]
             for task in self.tasks
             if not self.ran(task) and not self._reason(task)
         )
 
 
-def _name(task: Task) -> str:
+def name_of(task: Task) -> str:
     """Return the release and the op of a case."""
     return f"{task.payload['library']} {op_of(task)}"
 
@@ -799,10 +743,7 @@ def check_releases(
     began = time.perf_counter()
     all_tasks = plan.tasks()
     header, tasks = plan.header(all_tasks, shard), shard.of(all_tasks)
-    is_late = deadline(seconds)
-    with contextlib.ExitStack() as stack:
-        store = None if out is None else stack.enter_context(Store(out, header))
-        run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
+    with kept_run(engine, plan.job(), header, out, stop, seconds) as run:
         run.run(_by_release(tasks), watching("cases", tasks, on_progress))
         name_outputs(run, tasks, on_progress)
         _run_rows(run, header, tasks, on_progress)

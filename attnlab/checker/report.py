@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,8 @@ from attnlab.diagnosis.trials import Limit
 from attnlab.kernels.backend import Backend, OnStep, ignore_step
 from attnlab.kernels.plugin import NO_INTERPRETER
 from attnlab.lab.lab import Lab
-from attnlab.tasks.run import Remaining, TaskRun, deadline
-from attnlab.tasks.store import ALL, Header, Shard, Store
+from attnlab.tasks.run import Remaining, TaskRun, kept_run
+from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Engine, InProcess, Outcome, Stop, Task, never
 
 # What no case of a check has, by the field that is the usual one in all of them.
@@ -170,17 +171,18 @@ def build_report(
         for finding in sorted(_findings(tasks, outcomes, op), key=lambda finding: finding.order)
     ]
     faults = [finding for finding in found if finding.is_fault]
-    not_run = _not_run(tasks, outcomes, stopped)
+    not_run = not_run_of(tasks, outcomes, stopped)
     reads = _reads(tasks, outcomes)
     incomplete = {entry.op for entry in not_run}
     complete = {op_of(task) for task in tasks} - incomplete if header["shard"] == "1/1" else set()
     expected, missing = split_known(known, faults, complete)
+    ran = Counter(op_of(t) for t in tasks if is_case(t) and has_run(outcomes.get(t.key)))
     return Report(
         source=library["source"],
         version=library["version"],
         cases=sum(map(is_case, tasks)),
-        cases_run=sum(is_case(task) and has_run(outcomes.get(task.key)) for task in tasks),
-        ops={op: _ran_of(tasks, outcomes, op) for op in header["options"]["ops"]},
+        cases_run=ran.total(),
+        ops={op: ran[op] for op in header["options"]["ops"]},
         locations={op: Location(**place) for op, place in library["locations"].items()},
         seconds=seconds,
         findings=faults,
@@ -198,13 +200,6 @@ def build_report(
             *library["blind_spots"],
             *(text for field, text in NOT_COVERED.items() if not _sets(tasks, field)),
         ],
-    )
-
-
-def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
-    """Return the number of cases of an op that ran."""
-    return sum(
-        is_case(task) and has_run(outcomes.get(task.key)) for task in tasks if op_of(task) == op
     )
 
 
@@ -284,10 +279,12 @@ def _limits(
     return found
 
 
-def _not_run(tasks: Sequence[Task], outcomes: Outcomes, stopped: str) -> list[NotRun]:
-    """Return the cases that did not run, one entry for each op and reason."""
+def not_run_of(
+    tasks: Sequence[Task], outcomes: Outcomes, stopped: str, name: Callable[[Task], str] = op_of
+) -> list[NotRun]:
+    """Return the cases that did not run although the op may support them, by ``name`` and reason."""
     reasons = ((task, why_not_run(outcomes.get(task.key), stopped)) for task in tasks)
-    return counted((op_of(task), reason, task) for task, reason in reasons if reason)
+    return counted((name(task), reason, task) for task, reason in reasons if reason)
 
 
 def counted(entries: Iterable[tuple[str, str, Task]]) -> list[NotRun]:
@@ -360,11 +357,9 @@ def check_library(
     began = time.perf_counter()
     all_tasks = plan.tasks()
     header, tasks = plan.header(all_tasks, shard), shard.of(all_tasks)
-    is_late = deadline(seconds)
     with contextlib.ExitStack() as stack:
-        store = None if out is None else stack.enter_context(Store(out, header))
         engine = engine or stack.enter_context(InProcess())
-        run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
+        run = stack.enter_context(kept_run(engine, plan.job(), header, out, stop, seconds))
         run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
         name_outputs(run, tasks, on_progress)
         shrinking = scheduled(plan.shrink_tasks(tasks, run.outcomes, shard), is_limited=False)

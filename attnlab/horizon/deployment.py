@@ -43,13 +43,11 @@ class Deployment:
             if type(value) is not int or value < least:
                 raise InvalidCase(f"{one.name} must be an int of at least {least}, got {value!r}")
         if self.weights >= self.gpu_memory:
-            raise InvalidCase(
-                f"weights must be less than gpu_memory {self.gpu_memory}, got {self.weights}"
-            )
+            text = f"weights must be less than gpu_memory {self.gpu_memory}"
+            raise InvalidCase(f"{text}, got {self.weights}")
         if self.heads % self.kv_heads:
-            raise InvalidCase(
-                f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}"
-            )
+            text = f"heads must be a multiple of kv_heads {self.kv_heads}"
+            raise InvalidCase(f"{text}, got {self.heads}")
 
     @property
     def is_latent(self) -> bool:
@@ -69,12 +67,8 @@ class Deployment:
     @property
     def sizes(self) -> dict[str, int]:
         """Return the sizes of a launch that the model determines."""
-        return {
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_size": self.head_size,
-            "block_size": self.block_size,
-        }
+        names = ("heads", "kv_heads", "head_size", "block_size")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def limits(self) -> dict[str, int]:

@@ -20,7 +20,8 @@ import re
 import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.horizon.machine import _BITS, Libdevice, Tensor
+from attnlab.horizon.machine import ELEMENT_BYTES, Libdevice, Tensor
 from attnlab.kernels.cache_folder import private_folder, writing
 from attnlab.kernels.triton.interpreter import interpreted_triton
 from attnlab.kernels.triton.kernel_text import LOOP_MAKER, WHILE_MAKER
@@ -86,10 +87,7 @@ class Loops(ast.NodeTransformer):
             moved = ast.Call(ast.Attribute(loop, "carry", ast.Load()), [names, values], [])
             targets = ast.Tuple([ast.Name(one, ast.Store()) for one in carried], ast.Store())
             node.body.append(ast.Assign([targets], moved))
-        for made in (begin, node):
-            ast.copy_location(made, node)
-            ast.fix_missing_locations(made)
-        return [begin, node]
+        return _placed(begin, node)
 
     def visit_While(self, node: ast.While) -> Any:
         self.generic_visit(node)
@@ -98,24 +96,22 @@ class Loops(ast.NodeTransformer):
         begin = ast.Assign([ast.Name(counter.id, ast.Store())], maker)
         more = ast.Call(ast.Attribute(counter, "more", ast.Load()), [], [])
         node.test = ast.BoolOp(ast.And(), [more, node.test])
-        for made in (begin, node):
-            ast.copy_location(made, node)
-            ast.fix_missing_locations(made)
-        return [begin, node]
+        return _placed(begin, node)
+
+
+def _placed(begin: ast.stmt, loop: ast.stmt) -> list[ast.AST]:
+    """Return a loop after the statement that begins it, with the location of the loop in all made nodes."""
+    return [ast.fix_missing_locations(ast.copy_location(one, loop)) for one in (begin, loop)]
 
 
 def _names(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
     """Return the names that statements store, and those that they load."""
-    nodes = [n for one in body for n in ast.walk(one) if isinstance(n, ast.Name)]
-    stored = {n.id for n in nodes if isinstance(n.ctx, ast.Store)}
-    loaded = {n.id for n in nodes if isinstance(n.ctx, ast.Load)}
-    changed = {
-        n.target.id
-        for one in body
-        for n in ast.walk(one)
-        if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)
-    }
-    return {n for n in stored if not n.startswith("__loop_")}, loaded | changed
+    nodes = [n for one in body for n in ast.walk(one)]
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    changed = [n.target for n in nodes if isinstance(n, ast.AugAssign)]
+    stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    loaded = {n.id for n in names if isinstance(n.ctx, ast.Load) or n in changed}
+    return {n for n in stored if not n.startswith("__loop_")}, loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -168,12 +164,8 @@ class KernelFile:
         """Yield the functions that the functions of this file call: the file and the name of each."""
         for one in self.functions.values():
             for node in ast.walk(one):
-                name = (
-                    node.func.id
-                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                    else ""
-                )
-                if name in self.definitions and (found := self.definition(name)) is not None:
+                name = getattr(node, "func", None)
+                if isinstance(name, ast.Name) and (found := self.definition(name.id)) is not None:
                     yield found[0].path, found[1].name
 
     def kernels(self, called: "set[tuple[Path, str]]") -> Iterator[Kernel]:
@@ -200,24 +192,23 @@ class KernelFile:
         """Return what a name of the file's top level is; Missing if it cannot be made."""
         if name in self.functions:
             return self._function(self.functions[name])
-        is_other = [
-            isinstance(one, ast.Import | ast.ImportFrom) for one in self.definitions.get(name, [])
-        ]
-        found = sorted(
-            zip(is_other, self.definitions.get(name, []), strict=True), key=lambda pair: not pair[0]
-        )
-        for _, statement in found:  # imports first: what follows may replace a missing package
+        imports = (ast.Import, ast.ImportFrom)
+        found = self.definitions.get(name, [])
+        # Imports first: what follows may replace a missing package.
+        for statement in sorted(found, key=lambda one: not isinstance(one, imports)):
             try:
-                if isinstance(statement, ast.Import | ast.ImportFrom):
+                if isinstance(statement, imports):
                     return self._imported(statement, name)
-                code = compile(
-                    ast.Module([statement], []), str(self.path), "exec", dont_inherit=True
-                )
-                exec(code, self.namespace)
-                return dict.__getitem__(self.namespace, name)
+                return self._executed(statement, name)
             except Exception:
                 continue
         return Missing(name)
+
+    def _executed(self, statement: ast.stmt, name: str) -> Any:
+        """Return what a name is after a statement."""
+        module = ast.Module([statement], [])
+        exec(compile(module, str(self.path), "exec", dont_inherit=True), self.namespace)
+        return dict.__getitem__(self.namespace, name)
 
     def _function(self, node: ast.FunctionDef) -> Any:
         """Return a function of Triton in its interpreted form."""
@@ -230,9 +221,7 @@ class KernelFile:
             if "constexpr" not in text and "int64" not in text and "i64" not in text:
                 argument.annotation = None
         bare.returns = None
-        code = compile(ast.Module([bare], []), str(self.path), "exec", dont_inherit=True)
-        exec(code, self.namespace)
-        made = _jit()(dict.__getitem__(self.namespace, node.name))
+        made = interpreted_triton().jit(self._executed(bare, node.name))
         kind = type(made.rewriter.ast_transformer)
 
         class Transformer(kind):  # type: ignore[misc, valid-type]
@@ -248,8 +237,7 @@ class KernelFile:
             one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name
         )
         if isinstance(statement, ast.Import):
-            module = alias.name if alias.asname else name
-            return _triton_or(module)
+            return _triton_or(alias.name if alias.asname else name)
         module = statement.module or ""
         if alias.name in _LIBDEVICE or module.endswith(".libdevice"):
             library = Libdevice()
@@ -257,20 +245,17 @@ class KernelFile:
         if alias.name in ("tl", "triton", "language"):  # vllm.triton_utils, for example
             return _triton_or("triton" if alias.name == "triton" else "triton.language")
         file = _module_file(self.path, self.root, module, statement.level)
-        if file is None and (
-            inner := _module_file(
-                self.path, self.root, f"{module}.{alias.name}".strip("."), statement.level
-            )
-        ):
-            return _ModuleView(file_of(inner, self.root, self._files))
-        if file is not None:
+        if file is None:
+            within = f"{module}.{alias.name}".strip(".")
+            if inner := _module_file(self.path, self.root, within, statement.level):
+                return _ModuleView(file_of(inner, self.root, self._files))
+        else:
             other = file_of(file, self.root, self._files)
             found = other.namespace.get(alias.name)
             if not isinstance(found, Missing):
                 return found
         if module.partition(".")[0] in _REAL and statement.level == 0:
-            real = _triton_or(module)
-            return getattr(real, alias.name)
+            return getattr(_triton_or(module), alias.name)
         return Missing(f"{module}.{alias.name}")
 
 
@@ -349,11 +334,6 @@ def _is_jit(decorator: ast.expr) -> bool:
     return _JIT.search(text) is not None and not _GLUON.search(text) and "cute" not in text
 
 
-@functools.cache
-def _jit() -> Any:
-    return interpreted_triton().jit
-
-
 def _triton_or(name: str) -> Any:
     if name == "triton":
         return interpreted_triton()
@@ -364,11 +344,7 @@ def _triton_or(name: str) -> Any:
 
 def _module_file(path: Path, root: Path, module: str, level: int) -> Path | None:
     """Return the file of a module in the source, or None."""
-    base = root
-    if level:
-        base = path.parent
-        for _ in range(level - 1):
-            base = base.parent
+    base = path.parents[min(level, len(path.parents)) - 1] if level else root
     target = base.joinpath(*module.split(".")) if module else base
     for candidate in (target.with_suffix(".py"), target / "__init__.py"):
         if candidate.is_file():
@@ -404,12 +380,9 @@ def load_kernels(
             file_of(path, root, files)
         except (SyntaxError, UnicodeDecodeError) as error:
             broken[path.name] = f"{type(error).__name__}: {error}"
-    called = {pair for path in paths if path in files for pair in files[path].called()}
-    return (
-        [one for path in paths if path in files for one in files[path].kernels(called)],
-        files,
-        broken,
-    )
+    given = [files[path] for path in paths if path in files]
+    called = {pair for file in given for pair in file.called()}
+    return [one for file in given for one in file.kernels(called)], files, broken
 
 
 def _root_of(file: Path) -> Path:
@@ -440,46 +413,16 @@ def _unpacked(wheel: Path) -> Path:
 _TENSOR = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\s*strides\s*\[(?P<strides>[^\]]*)\])?(?:\s*=\s*(?P<values>.*))?$"
 )
-_KEYS = {
-    "kernel",
-    "file",
-    "sizes",
-    "grid",
-    "arguments",
-    "tail",
-    "most",
-    "sweep",
-    "like",
-    "needs",
-    "within",
-}
-_NODES = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Compare,
-    ast.IfExp,
-    ast.Call,
-    ast.Name,
-    ast.Constant,
-    ast.Attribute,
-    ast.operator,
-    ast.unaryop,
-    ast.cmpop,
-    ast.expr_context,
-    ast.List,
-    ast.Tuple,
-)
+_OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.List, ast.Tuple)
+_OPERATORS = (ast.operator, ast.unaryop, ast.cmpop, ast.expr_context)
+_LEAVES = (ast.Name, ast.Constant, ast.Attribute)
+_NODES = (ast.Expression, *_OPERATIONS, *_OPERATORS, *_LEAVES)
 # CUDA C++ Programming Guide, technical specifications.
 GRID = (LAST_X := (1 << 31) - 1, 65535, 65535)
 
 
-def _cdiv(a: Any, b: Any) -> Any:
-    return -(-a // b)
-
-
 _FUNCTIONS: dict[str, Any] = {
-    "cdiv": _cdiv,
+    "cdiv": lambda a, b: -(-a // b),
     "where": np.where,
     "min": min,
     "max": max,
@@ -577,13 +520,15 @@ class Launch:
     def _argument(self, name: str, text: Any, names: Mapping[str, Any]) -> Any:
         if isinstance(text, list):
             return tuple(self._argument(f"{name}[{i}]", one, names) for i, one in enumerate(text))
-        match = _TENSOR.match(text) if isinstance(text, str) else None
-        if match is None or match["dtype"] not in _BITS:
+        if not isinstance(text, str):
+            return text
+        match = _TENSOR.match(text)
+        if match is None or match["dtype"] not in ELEMENT_BYTES:
             if text == "none":
                 return None
-            if isinstance(text, str) and text.startswith("'"):
+            if text.startswith("'"):
                 return text.strip("'")
-            if isinstance(text, str) and text.startswith("tl."):
+            if text.startswith("tl."):
                 import triton.language as tl
 
                 return getattr(tl, text[3:])
@@ -608,11 +553,9 @@ def _values(text: str, names: Mapping[str, Any], index: Any) -> Any:
 
 def programs(grid: tuple[int, ...], tail: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """Return the last programs of a grid, ``tail`` of them on each axis."""
-    axes = [
-        [n - 1 - i for i in range(min(n, k))]
-        for n, k in zip((*grid, 1, 1), (*tail, 1, 1), strict=False)
-    ]
-    return [(x, y, z) for x in axes[0] for y in axes[1] for z in axes[2]]
+    sizes = zip((*grid, 1, 1), (*tail, 1, 1), strict=False)
+    x, y, z, *_ = ([n - 1 - i for i in range(min(n, k))] for n, k in sizes)
+    return [*product(x, y, z)]
 
 
 def read_launches(path: Path) -> dict[str, Launch]:
@@ -637,9 +580,10 @@ def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:
         table = {**base, **table, "arguments": arguments}
     if not isinstance(table, dict) or not {"grid", "arguments"} <= set(table):
         raise InvalidCase(f"launch {name} must have grid and arguments, got {path}", field="launch")
-    if unknown := set(table) - _KEYS:
+    known = {"like", *(one.name for one in fields(Launch))} - {"is_assumed"}
+    if unknown := set(table) - known:
         raise InvalidCase(
-            f"launch {name} must have only {sorted(_KEYS)}, got {sorted(unknown)}", field="launch"
+            f"launch {name} must have only {sorted(known)}, got {sorted(unknown)}", field="launch"
         )
     sizes = dict(table.get("sizes", {}))
     bad = [n for n, v in sizes.items() if type(v) is not int or v < 1]
@@ -648,15 +592,6 @@ def _launch(name: str, tables: Mapping[str, Any], path: Path) -> Launch:
             f"size {bad[0]} of launch {name} must be a positive int, got {sizes[bad[0]]!r}",
             field="launch",
         )
-    return Launch(
-        kernel=table.get("kernel", name),
-        file=table.get("file", ""),
-        sizes=sizes,
-        grid=tuple(table["grid"]),
-        arguments=table["arguments"],
-        sweep=tuple(table.get("sweep", sizes)),
-        most=table.get("most", {}),
-        tail=tuple(table.get("tail", (1, 1, 1))),
-        needs=table.get("needs", ""),
-        within=table.get("within", {}),
-    )
+    tuples = {key: tuple(table[key]) for key in ("grid", "sweep", "tail") if key in table}
+    given = {key: value for key, value in table.items() if key != "like"}
+    return Launch(**{"kernel": name, "sweep": tuple(sizes), **given, **tuples, "sizes": sizes})

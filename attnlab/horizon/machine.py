@@ -15,6 +15,7 @@ import inspect
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,22 +38,11 @@ LIMIT = 1 << 31  # the first value that an int32 does not have
 _FIRST, _APART = 1 << 52, 1 << 52  # addresses of tensors: 4 PiB apart
 _MOST_OPERATIONS = 60_000  # of a run
 _MOST_ITERATIONS = 96  # of a while loop
-_BITS = {
-    "int1": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "float8e4nv": 1,
-    "float8e5": 1,
+ELEMENT_BYTES = {
+    **dict.fromkeys(("int1", "int8", "uint8", "float8e4nv", "float8e5"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64"), 8),
 }
 
 
@@ -92,7 +82,7 @@ class Tensor:
     @property
     def element_bytes(self) -> int:
         """Return the bytes of an element."""
-        return _BITS[self.dtype]
+        return ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,17 +168,10 @@ def running(kernel: Any, files: Sequence[str]) -> Iterator[Runner]:
 
 def _reason(error: BaseException, files: Sequence[str]) -> str:
     """Return an error in one line, with the kernel's line."""
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename in files:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    text = " ".join(str(error).split())[:120]
-    return (
-        f"line {line}: {type(error).__name__}: {text}"
-        if line
-        else f"{type(error).__name__}: {text}"
-    )
+    trace = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in trace if frame.f_code.co_filename in files]
+    place = f"line {lines[-1]}: " if lines else ""
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 class Libdevice:
@@ -228,9 +211,9 @@ class _Loop:
         self._kept: list[dict[str, Any]] = []
 
     def __iter__(self) -> Iterator[Any]:
-        first, last = (range(3), range(self._count - 2, self._count))
-        for i in [*first, *last] if self._skip else range(self._count):
-            yield self._convert(self._numbers[i])
+        numbers = self._numbers
+        for number in [*numbers[:3], *numbers[-2:]] if self._skip else numbers:
+            yield self._convert(number)
 
     def carry(self, names: Sequence[str], values: Mapping[str, Any]) -> tuple[Any, ...]:
         found = {name: values.get(name) for name in names}
@@ -272,29 +255,28 @@ class _Watch:
         if "constexpr" in text or value is None or isinstance(value, str):
             return value
         if isinstance(value, tuple):
-            return self._i._tuple_create(
-                value, [self.argument(function, name, one) for one in value]
-            )
-        tl, handle = self._i.tl, self._i.TensorHandle
+            inner = [self.argument(function, name, one) for one in value]
+            return self._i._tuple_create(value, inner)
+        tl = self._i.tl
         if isinstance(value, Tensor):
-            type_ = tl.pointer_type(getattr(tl, value.dtype))
-            return tl.tensor(
-                handle(np.array([self._address[id(value)]], dtype=np.uint64), type_), type_
-            )
+            address = np.array([self._address[id(value)]], dtype=np.uint64)
+            return self._tensor(address, tl.pointer_type(getattr(tl, value.dtype)))
         if isinstance(value, bool):
-            return tl.tensor(handle(np.array([value]), tl.int1), tl.int1)
+            return self._tensor(np.array([value]), tl.int1)
         if isinstance(value, int):
-            is_wide = "64" in text or not -LIMIT <= value < LIMIT
-            return self.scalar(value, is_wide)
+            return self.scalar(value, "64" in text or not -LIMIT <= value < LIMIT)
         if isinstance(value, float):
-            return tl.tensor(handle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+            return self._tensor(np.array([value], dtype=np.float32), tl.float32)
         return value
 
     def scalar(self, value: int, is_wide: bool) -> Any:
         """Return an int32 or int64 scalar of the language."""
         tl = self._i.tl
         dtype, kind = (tl.int64, np.int64) if is_wide else (tl.int32, np.int32)
-        return tl.tensor(self._i.TensorHandle(np.array([value], dtype=kind), dtype), dtype)
+        return self._tensor(np.array([value], dtype=kind), dtype)
+
+    def _tensor(self, data: Any, dtype: Any) -> Any:
+        return self._i.tl.tensor(self._i.TensorHandle(data, dtype), dtype)
 
     def prepared(self, function: Any) -> Any:
         """Return a called function, with the names that its loops need."""
@@ -314,12 +296,8 @@ class _Watch:
             arguments = (*arguments[:2], options["step"])
         numbers = [getattr(one, "value", one) for one in arguments]
         is_wide = any(getattr(getattr(n, "dtype", None), "name", "") == "int64" for n in numbers)
-        found = range(
-            *(
-                int(n.handle.data.reshape(-1)[0]) if hasattr(n, "handle") else int(n)
-                for n in numbers
-            )
-        )
+        plain = (n.handle.data.reshape(-1)[0] if hasattr(n, "handle") else n for n in numbers)
+        found = range(*map(int, plain))
         if is_static:
             return _Loop(self, found, int)
         return _Loop(self, found, lambda n: self.scalar(n, is_wide))
@@ -334,14 +312,12 @@ class _Watch:
         if not (is_pointer or getattr(kind, "name", "") in ("int32", "int64")):
             return third
         exact = [_exact(v.handle).data.astype(np.int64) for v in values]
-        if (
-            any(e.shape != exact[0].shape for e in exact)
-            or (exact[2] - exact[1] != exact[1] - exact[0]).any()
-        ):
+        if any(e.shape != exact[0].shape for e in exact):
             return third
-        if (exact[2] == exact[1]).all():
+        change = exact[2] - exact[1]
+        if (change != exact[1] - exact[0]).any() or not change.any():
             return third
-        data = exact[2] + (exact[2] - exact[1]) * times
+        data = exact[2] + change * times
         handle = self._i.TensorHandle(data.astype(third.handle.data.dtype), kind)
         sources = third.handle.attr.get("exact", (None, frozenset()))[1]
         if sources or (handle.data.astype(np.int64) != data).any():
@@ -357,16 +333,13 @@ class _Watch:
         """Patch block pointers, and what has no effect on an address."""
         tl = self._i.tl
         patch_block_pointers(self._i, scope, self._wide)
-        for name, function in {
-            "device_assert": _nothing,
-            "device_print": _nothing,
-            "assume": _nothing,
-            "debug_barrier": _nothing,
-        }.items():
+        for name in ("device_assert", "device_print", "assume", "debug_barrier"):
             if hasattr(tl, name):
-                _set(scope, tl, name, function)
+                scope.set_attr(tl, name, _nothing)
         for name, value in _OF_CUDA.items():
-            _set(scope, tl.extra.cuda, name, value)
+            if not hasattr(tl.extra.cuda, name):
+                setattr(tl.extra.cuda, name, None)
+            scope.set_attr(tl.extra.cuda, name, value)
 
     def _wide(self, number: Any) -> Any:
         number = getattr(number, "value", number)
@@ -381,23 +354,21 @@ class _Watch:
         for name in dir(builder):
             if name.startswith("create_") and not re.search(skipped, name):
                 scope.set_attr(builder, name, self._following(getattr(builder, name)))
-        for name, op in {
-            "create_mul": np.multiply,
-            "create_add": np.add,
-            "create_sub": np.subtract,
-            "create_shl": np.left_shift,
+        for name, function in {
+            "mul": self._watched(builder.create_mul, np.multiply),
+            "add": self._watched(builder.create_add, np.add),
+            "sub": self._watched(builder.create_sub, np.subtract),
+            "shl": self._watched(builder.create_shl, np.left_shift),
+            "int_cast": self._cast(builder.create_int_cast),
+            "extern_elementwise": self._unknown,
+            "dot": lambda builder, a, b, c, *rest: c,  # no address uses it
+            "inline_asm": self._assembly,
+            "masked_load": self._load,
+            "masked_store": self._store,
+            "atomic_rmw": self._change,
+            "atomic_cas": self._exchange,
         }.items():
-            scope.set_attr(builder, name, self._watched(getattr(builder, name), op))
-        scope.set_attr(builder, "create_int_cast", self._cast(builder.create_int_cast))
-        scope.set_attr(builder, "create_extern_elementwise", self._unknown)
-        scope.set_attr(
-            builder, "create_dot", lambda builder, a, b, c, *rest: c
-        )  # no address uses it
-        scope.set_attr(builder, "create_inline_asm", self._assembly)
-        scope.set_attr(builder, "create_masked_load", self._load)
-        scope.set_attr(builder, "create_masked_store", self._store)
-        scope.set_attr(builder, "create_atomic_rmw", self._change)
-        scope.set_attr(builder, "create_atomic_cas", self._exchange)
+            scope.set_attr(builder, f"create_{name}", function)
 
     def _unknown(
         self, library: str, path: str, symbol: str, values: Any, type_: Any, is_pure: bool
@@ -413,9 +384,8 @@ class _Watch:
         self, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
     ) -> Any:
         kinds = types if isinstance(types, list | tuple) else [types]
-        return Results(
-            [self._unknown("", "", "inline assembly", values, one, is_pure) for one in kinds]
-        )
+        what = "", "", "inline assembly"
+        return Results([self._unknown(*what, values, one, is_pure) for one in kinds])
 
     # Integers
 
@@ -532,11 +502,8 @@ class _Watch:
             if self._place(address) is None and not self.seen.outside:
                 site = self._site()
                 at = min(max(0, (address - _FIRST) // _APART), len(self._tensors) - 1)
-                self.seen.outside = (
-                    f"{site.place} is outside {self._tensors[at].name}"
-                    if self._tensors
-                    else site.place
-                )
+                tensor = f" is outside {self._tensors[at].name}" if self._tensors else ""
+                self.seen.outside = f"{site.place}{tensor}"
 
     def _compare(
         self, kind: str, actual: Any, exact: Any, asked: Any, right: Any, sources: Any
@@ -549,17 +516,14 @@ class _Watch:
         for name, differ in cases:
             if differ.any():
                 there, here = int(exact[differ][0]), int(actual[differ][0])
-                meant, lands = self._near(there), self._place(here)
-                access = Access(
-                    site=self._site(),
-                    kind=name,
-                    tensor=meant,
-                    sources=sources,
-                    away=here - there,
-                    lands="" if lands is None else lands.name,
-                )
-                self.seen.accesses.append(access)
+                lands = self._place(here)
+                landed = "" if lands is None else lands.name
+                self._note_access(name, sources, self._near(there), landed, here - there)
                 return
+
+    def _note_access(self, kind: str, sources: Any, tensor: str, lands: str, away: int = 0) -> None:
+        found = {"kind": kind, "sources": sources, "tensor": tensor, "lands": lands, "away": away}
+        self.seen.accesses.append(Access(site=self._site(), **found))
 
     def _near(self, address: int) -> str:
         """Return the name of the tensor whose part of the address space holds an address."""
@@ -598,12 +562,7 @@ class _Watch:
         differ = asked & np.broadcast_to(exact.data != value.data, asked.shape)
         if differ.any():
             place = self._near(int(addresses[differ][0]))
-            kind = "stores a wrapped number"
-            self.seen.accesses.append(
-                Access(
-                    site=self._site(), kind=kind, tensor=place, away=0, lands=place, sources=sources
-                )
-            )
+            self._note_access("stores a wrapped number", sources, place, place)
 
     def _change(self, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         self._look("writes", pointers, mask)
@@ -633,13 +592,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 _OF_CUDA = {"libdevice": Libdevice(), "gdc_wait": _nothing, "gdc_launch_dependents": _nothing}
-
-
-def _set(scope: Any, target: Any, name: str, value: Any) -> None:
-    """Patch an attribute that may not exist, through ``scope``."""
-    if not hasattr(target, name):
-        setattr(target, name, None)
-    scope.set_attr(target, name, value)
 
 
 @functools.cache

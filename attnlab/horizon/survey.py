@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -83,9 +85,7 @@ _WHOLE = 1 << 44  # elements of a tensor: as many as addresses allow
 def assumed_launches(kernel: Kernel) -> Iterator[Launch]:
     """Yield launches of a kernel, the likeliest first: flags off or on, and four kinds of data."""
     text = _Text.of(kernel.file, kernel.name)
-    for dtype, is_on in (
-        (d, f) for d in ("bfloat16", "int32", "uint8", "float32") for f in (False, True)
-    ):
+    for dtype, is_on in product(("bfloat16", "int32", "uint8", "float32"), (False, True)):
         arguments: dict[str, Any] = {}
         sizes: dict[str, int] = {f"programs_{axis}": 4 for axis in range(3)}
         sweep = [f"programs_{axis}" for axis in sorted(text.axes)]
@@ -126,12 +126,9 @@ _NONE = object()
 def _parameters(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, Any]]:
     """Yield the parameters of a function with their defaults, _NONE where there is none."""
     given = [*node.args.posonlyargs, *node.args.args]
-    defaults: list[Any] = [None] * (len(given) - len(node.args.defaults)) + list(node.args.defaults)
-    pairs = [
-        *zip(given, defaults, strict=True),
-        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
-    ]
-    for parameter, default in pairs:
+    missing = [None] * (len(given) - len(node.args.defaults))
+    defaults = [*missing, *node.args.defaults, *node.args.kw_defaults]
+    for parameter, default in zip([*given, *node.args.kwonlyargs], defaults, strict=True):
         value: Any = _NONE
         if default is not None:
             try:
@@ -153,11 +150,8 @@ def _constant(name: str, default: Any, text: "_Text") -> Any:
     if default is not _NONE and not (default is None and name not in text.optional):
         if default is None:
             return "none"
-        return (
-            f"'{default}'"
-            if isinstance(default, str) and not default.startswith("tl.")
-            else default
-        )
+        is_text = isinstance(default, str) and not default.startswith("tl.")
+        return f"'{default}'" if is_text else default
     if name in text.strings:
         return f"'{text.strings[name]}'"
     if re.search("precision", name, re.IGNORECASE) and name not in text.bounds:
@@ -222,14 +216,9 @@ class _Text:
             for value in self._assigned.get(name, []):
                 loads.append(value)
                 queue += [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
-        for value in loads:
-            for call in ast.walk(value):
-                if (
-                    isinstance(call, ast.Call)
-                    and call.args
-                    and ast.unparse(call.func).endswith(".load")
-                ):
-                    self.integers |= self._roots(call.args[0])
+        for call in (node for value in loads for node in ast.walk(value)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".load"):
+                self.integers |= self._roots(call.args[0]) if call.args else set()
 
     @staticmethod
     @functools.cache
@@ -263,11 +252,8 @@ class _Text:
     def _note_call(self, call: ast.Call) -> None:
         name = ast.unparse(call.func).rpartition(".")[2]
         named = {k.arg: k.value for k in call.keywords}
-        first = (
-            call.args[0]
-            if call.args
-            else next((named[n] for n in ("base", "pointer", "axis") if n in named), None)
-        )
+        places = (named[n] for n in ("base", "pointer", "axis") if n in named)
+        first = next(iter(call.args), None) or next(places, None)
         if name == "program_id" and isinstance(first, ast.Constant):
             self.axes.add(int(first.value))  # type: ignore[arg-type]
         elif first is not None and (name in _MEMORY or name.startswith("atomic_")):
@@ -303,9 +289,8 @@ class _Text:
         if isinstance(value, ast.Name):
             if value.id in self.names:
                 return {value.id}
-            return {
-                n for one in self._assigned.get(value.id, []) for n in self._roots(one, depth + 1)
-            }
+            values = self._assigned.get(value.id, [])
+            return {name for one in values for name in self._roots(one, depth + 1)}
         if isinstance(value, ast.IfExp):
             return self._roots(value.body, depth + 1) | self._roots(value.orelse, depth + 1)
         if isinstance(value, ast.Call):
@@ -332,16 +317,11 @@ class _Text:
 
     def _compared(self) -> set[str]:
         """Return the parameters whose every use is a side of a comparison."""
-        uses: dict[str, int] = {}
-        compared: dict[str, int] = {}
-        for one in self._nodes:
-            if isinstance(one, ast.Name) and one.id in self.names:
-                uses[one.id] = uses.get(one.id, 0) + 1
-            elif isinstance(one, ast.Compare):
-                for side in [one.left, *one.comparators]:
-                    if isinstance(side, ast.Name):
-                        compared[side.id] = compared.get(side.id, 0) + 1
-        return {name for name, count in compared.items() if uses.get(name) == count}
+        uses = Counter(one.id for one in self._nodes if isinstance(one, ast.Name))
+        compares = [one for one in self._nodes if isinstance(one, ast.Compare)]
+        sides = [side for one in compares for side in (one.left, *one.comparators)]
+        compared = Counter(side.id for side in sides if isinstance(side, ast.Name))
+        return {name for name in self.names & compared.keys() if uses[name] == compared[name]}
 
 
 # Find the horizon of each integer expression in each size, and prove it by two runs.
@@ -394,6 +374,16 @@ class Statement:
             where = ", in the same tensor"
         return f"{self.access.kind} {away} the element of {self.access.tensor}{where}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statement as JSON has it."""
+        return {
+            "line": self.site.line,
+            "expression": self.site.text,
+            **{name: getattr(self, name) for name in ("size", "wraps_at", "wrong_at")},
+            "access_line": None if self.access is None else self.access.site.line,
+            "effect": self.effect,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelHorizon:
@@ -412,6 +402,18 @@ class KernelHorizon:
     def is_described(self) -> bool:
         """Answer whether it ran with a launch that a table describes."""
         return self.launch is not None and not self.launch.is_assumed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the horizon as JSON has it."""
+        launch = "" if self.launch is None else "described" if self.is_described else "assumed"
+        return {
+            **{name: getattr(self, name) for name in ("kernel", "file", "line")},
+            "why_not_run": self.why,
+            "runs": self.runs,
+            "launch": launch,
+            "sizes": {} if self.launch is None else dict(self.launch.sizes),
+            "statements": [one.to_dict() for one in self.statements],
+        }
 
 
 class Search:
@@ -445,11 +447,10 @@ class Search:
         """Yield the statements about all expressions and sizes."""
         base = self.at("", 0)
         if base is None:
-            bound = self.launch.bind(self.launch.sizes)
-            why = "has more programs than a GPU allows"
-            raise Unavailable(
-                f"the launch {why if bound is None else 'accesses memory outside of its tensors'}"
-            )
+            why = "accesses memory outside of its tensors"
+            if self.launch.bind(self.launch.sizes) is None:
+                why = "has more programs than a GPU allows"
+            raise Unavailable(f"the launch {why}")
         for size in self.launch.sweep:
             yield from self._of_size(size, base)
 
@@ -540,11 +541,9 @@ def _hit(seen: Observation, site: Site) -> Access | None:
 
 def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) -> KernelHorizon:
     """Return the horizon of a kernel for the first launch that runs and accesses memory."""
-    facts: dict[str, Any] = {
-        "kernel": kernel.name,
-        "file": kernel.shown,
-        "line": kernel.node.lineno,
-    }
+    facts = functools.partial(
+        KernelHorizon, kernel=kernel.name, file=kernel.shown, line=kernel.node.lineno
+    )
     why = ""
     for launch in launches:
         try:
@@ -556,15 +555,13 @@ def kernel_horizon(kernel: Any, launches: Iterable[Launch], files: list[str]) ->
             why = why or str(error)
             continue
         if base is not None and base.live:
-            return KernelHorizon(
-                **facts, launch=launch, statements=found, runs=search.runs, live=base.live
-            )
+            return facts(launch=launch, statements=found, runs=search.runs, live=base.live)
         why = why or "no access of the programs that ran is enabled by its mask"
-    return KernelHorizon(**facts, launch=None, why=why)
+    return facts(launch=None, why=why)
 
 
 LAUNCHES = Path(__file__).parent / "launches.toml"
-_Task = tuple[Kernel, list[Launch], bool]  # the launches are assumed if the last is true
+_Task = tuple[Kernel, Iterable[Launch]]
 _ALONE = 8  # kernels that one process does alone
 
 
@@ -585,17 +582,13 @@ class Row:
     def margin(self) -> float | None:
         """Return how many times the deployment the horizon is; None if that is unknown."""
         one, launch = self.statement, self.kernel.launch
-        if (
-            one.wrong_at is None
-            or one.size not in self.limits
-            or launch is None
-            or launch.is_assumed
-        ):
+        if one.wrong_at is None or one.size not in self.limits:
             return None
-        sizes = {**one.sizes, one.size: one.wrong_at}
-        needed = {one.size: one.wrong_at} | {
-            n: evaluate(t, sizes) for n, t in launch.within.items()
-        }
+        if launch is None or launch.is_assumed:
+            return None
+        own = {one.size: one.wrong_at}
+        sizes = {**one.sizes, **own}
+        needed = own | {n: evaluate(t, sizes) for n, t in launch.within.items()}
         return float(max(value / self.limits[name] for name, value in needed.items()))
 
     @property
@@ -607,6 +600,12 @@ class Row:
     def is_reached(self) -> bool:
         """Answer whether the deployment reaches the horizon."""
         return self.margin is not None and self.margin <= 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON has it."""
+        limit = self.limits.get(self.statement.size)
+        facts = {"kernel": self.kernel.kernel, "file": self.kernel.file}
+        return {**facts, "limit": limit, "margin": self.margin, **self.statement.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -631,21 +630,14 @@ class Survey(Shown):
             for one in kernel.statements:
                 if one.access is None or one.is_extreme or kernel.launch is None:
                     continue
-                key = (
-                    kernel.file,
-                    kernel.kernel,
-                    kernel.launch.sizes.keys(),
-                    one.access.site,
-                    one.size,
-                )
-                found.setdefault((str(key),), []).append(
-                    Row(kernel=kernel, statement=one, limits=limits, also=0)
-                )
-        rows = [_nearest(some) for some in found.values()]
+                sizes = str(kernel.launch.sizes.keys())
+                key = (kernel.file, kernel.kernel, sizes, one.access.site, one.size)
+                row = Row(kernel=kernel, statement=one, limits=limits, also=0)
+                found.setdefault(key, []).append(row)
         return sorted(
-            rows,
+            map(_nearest, found.values()),
             key=lambda row: (
-                row.kernel.launch.is_assumed if row.kernel.launch else True,
+                not row.is_described,
                 row.margin if row.margin is not None else 1e9,
                 row.statement.wrong_at or 0,
             ),
@@ -668,13 +660,12 @@ class Survey(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the survey as JSON has it."""
+        of = self.deployment
         return {
             "source": self.source,
-            "deployment": None
-            if self.deployment is None
-            else {"name": self.deployment.name, **self.deployment.limits},
-            "kernels": [_kernel_dict(one) for one in self.kernels],
-            "reached": [_row_dict(one) for one in self.reached],
+            "deployment": of and {"name": of.name, **of.limits},
+            "kernels": [one.to_dict() for one in self.kernels],
+            "reached": [one.to_dict() for one in self.reached],
             "broken": self.broken,
             "processor_s": round(self.seconds, 1),
             "exit_code": self.exit_code,
@@ -683,44 +674,7 @@ class Survey(Shown):
 
 def _nearest(rows: list[Row]) -> Row:
     first = min(rows, key=lambda row: row.statement.wrong_at or 0)
-    return Row(
-        kernel=first.kernel, statement=first.statement, limits=first.limits, also=len(rows) - 1
-    )
-
-
-def _kernel_dict(one: KernelHorizon) -> dict[str, Any]:
-    return {
-        "kernel": one.kernel,
-        "file": one.file,
-        "line": one.line,
-        "why_not_run": one.why,
-        "runs": one.runs,
-        "launch": "" if one.launch is None else "assumed" if one.launch.is_assumed else "described",
-        "sizes": {} if one.launch is None else dict(one.launch.sizes),
-        "statements": [_statement_dict(each) for each in one.statements],
-    }
-
-
-def _statement_dict(one: Statement) -> dict[str, Any]:
-    return {
-        "line": one.site.line,
-        "expression": one.site.text,
-        "size": one.size,
-        "wraps_at": one.wraps_at,
-        "wrong_at": one.wrong_at,
-        "access_line": None if one.access is None else one.access.site.line,
-        "effect": one.effect,
-    }
-
-
-def _row_dict(row: Row) -> dict[str, Any]:
-    facts = {
-        "kernel": row.kernel.kernel,
-        "file": row.kernel.file,
-        "limit": row.limits.get(row.statement.size),
-        "margin": row.margin,
-    }
-    return {**facts, **_statement_dict(row.statement)}
+    return dataclasses.replace(first, also=len(rows) - 1)
 
 
 def survey(
@@ -761,11 +715,11 @@ def survey(
             try:
                 at = launch.at({} if deployment is None else deployment.sizes)
                 asked = tuple(n for n in at.sweep if sizes is None or _is_asked(n, at, sizes))
-                tasks.append((one, [dataclasses.replace(at, sweep=asked)], False))
+                tasks.append((one, [dataclasses.replace(at, sweep=asked)]))
             except InvalidCase as error:  # the library takes another kernel for this deployment
                 refused.append(error)
         if not own and is_assuming:
-            tasks.append((one, [], True))
+            tasks.append((one, assumed_launches(one)))
     if refused and not tasks:
         raise refused[0]
     paths = [str(path) for path in loaded]
@@ -788,11 +742,14 @@ def _run(
 ) -> tuple[list[KernelHorizon], float]:
     """Return the horizons of the tasks, and the processor time of other processes."""
     total = len(tasks)
-    if total <= _ALONE or cores() == 1:
-        return [_horizon(task, paths) for task in _counted(tasks, on_step)], 0.0
-    _TASKS[:] = [(task, paths) for task in tasks]
     found: list[KernelHorizon] = []
     seconds = 0.0
+    if total <= _ALONE or cores() == 1:
+        for task in tasks:
+            found.append(kernel_horizon(*task, paths))
+            on_step(len(found), total)
+        return found, seconds
+    _TASKS[:] = [(*task, paths) for task in tasks]
     with ProcessPoolExecutor(cores(), mp_context=get_context("fork")) as pool:
         for one, used in pool.map(_horizon_of, range(total), chunksize=1):
             found.append(one)
@@ -806,16 +763,4 @@ _TASKS: list[Any] = []  # what the processes of a survey share
 
 def _horizon_of(index: int) -> tuple[KernelHorizon, float]:
     begin = time.process_time()
-    task, paths = _TASKS[index]
-    return _horizon(task, paths), time.process_time() - begin
-
-
-def _horizon(task: _Task, paths: list[str]) -> KernelHorizon:
-    kernel, launches, is_assumed = task
-    return kernel_horizon(kernel, assumed_launches(kernel) if is_assumed else launches, paths)
-
-
-def _counted(tasks: Sequence[Any], on_step: Callable[[int, int], None]) -> Iterable[Any]:
-    for i, task in enumerate(tasks):
-        yield task
-        on_step(i + 1, len(tasks))
+    return kernel_horizon(*_TASKS[index]), time.process_time() - begin

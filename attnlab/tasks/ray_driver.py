@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from attnlab.case.machine import cores
+
 JOB, START, RUN, KILL, CLOSE = "job", "start", "run", "kill", "close"
 REACHED, CONNECTED, FAILED = "reached", "connected", "failed"
 READY, DONE, LOST = "ready", "done", "lost"
@@ -126,12 +128,11 @@ def _connect(ray: Any, address: str | None, folder: str | None) -> None:
             worker.INITIAL_TIMEOUT_SEC = 1  # give up after 7 s, not 35; a server answers at once
         ray.init(address=address, **quiet)
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for attempt in range(_STARTS):
         try:
             ray.init(
                 address="local",
-                num_cpus=cores,
+                num_cpus=cores(),
                 include_dashboard=False,
                 object_store_memory=_OBJECTS_BYTES,
                 _temp_dir=folder,
@@ -203,16 +204,15 @@ class Actors:
 
         def send(future: Any) -> None:
             error = future.exception()
-            message = (kind, future.result()) if error is None else (LOST, _loss(error))
+            message: tuple[str, Any]
+            if error is None:
+                message = kind, future.result()
+            else:
+                message = LOST, (one_line(error), bool(_MEMORY.search(str(error))))
             with self._lock, contextlib.suppress(OSError):
                 self._connection.send((number, *message))
 
         result.future().add_done_callback(send)
-
-
-def _loss(error: BaseException) -> tuple[str, bool]:
-    """Return why an actor was lost, in one line, and whether the node was out of memory."""
-    return one_line(error), bool(_MEMORY.search(str(error)))
 
 
 def one_line(error: BaseException) -> str:

@@ -6,14 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from attnlab.case.fields import refuse
 from attnlab.case.machine import cores
 from attnlab.tasks.local import LocalEngine
-from attnlab.tasks.store import Store
+from attnlab.tasks.store import Header, Store
 from attnlab.tasks.task import Engine, Job, Outcome, Stop, Task, never
 
 # The engines by name.
@@ -103,6 +104,15 @@ class TaskRun:
         self.outcomes[outcome.key] = outcome
 
 
+@contextmanager
+def kept_run(
+    engine: Engine, job: Job, header: Header, out: Path | None, stop: Stop, seconds: float | None
+) -> Iterator[TaskRun]:
+    """Yield a run that starts no task after ``seconds``, with a store in ``out``, if that is given."""
+    with nullcontext() if out is None else Store(out, header) as store:
+        yield TaskRun(engine=engine, job=job, store=store, stop=stop, is_late=deadline(seconds))
+
+
 def deadline(seconds: float | None) -> Stop:
     """Return a function that returns True from ``seconds`` after its first call on; None for never."""
     if seconds is None:
@@ -117,20 +127,13 @@ def deadline(seconds: float | None) -> Stop:
     return is_late
 
 
-@dataclass(slots=True)
 class Remaining:
     """Estimates the remaining time of tasks from their costs and the time that the first ones took."""
 
-    tasks: Sequence[Task]
-    _costs: dict[str, float] = field(init=False, repr=False)
-    _total: float = field(init=False)
-    _done: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        """Sum the costs."""
-        self._costs = {task.key: task.cost_s for task in self.tasks}
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._costs = {task.key: task.cost_s for task in tasks}
         self._total = sum(self._costs.values())
+        self._done, self._began = 0.0, time.monotonic()
 
     def seconds(self, outcome: Outcome) -> float | None:
         """Note that a task is done; return how long the others will take, None if that is unknown."""
