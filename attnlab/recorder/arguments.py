@@ -6,7 +6,9 @@ Nothing is computed on tensors here: an argument is only looked up, so that read
 
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -580,6 +582,17 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> BoundArgumen
         elif parameter.default is not parameter.empty:
             defaults[name] = parameter.default
     return BoundArguments(arguments, defaults)
+
+
+def release_of(program: str) -> str | None:
+    """Return the release of an imported or installed package."""
+    version = getattr(sys.modules.get(program), "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(program)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def op_of_text(text: str) -> RecordedOp:
