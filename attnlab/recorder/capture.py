@@ -47,7 +47,7 @@ from attnlab.recorder.ops import (
 )
 from attnlab.recorder.patches import Function, Patches, by_module
 from attnlab.recorder.records import run_by_record
-from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
+from attnlab.recorder.snapshot import copied, copies, copy_fields, each_block_once
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
 from attnlab.tensors.call_file import moved
 
@@ -273,7 +273,7 @@ class Capture:
                     return
                 output = reading.result(chain.output)[0]
                 fields = {**reading.fields, "output": output, "weights": reading.weights}
-                fields = self._kept({n: _copied(one) for n, one in fields.items()})
+                fields = self._kept(copies(fields))
                 reading.weights = fields.pop("weights")
                 reading.fields = fields
                 origin = dataclasses.replace(self.origin, op=f"{CHAIN} in {chain.place}")
@@ -428,10 +428,6 @@ def _with_modes(function: Function) -> Function:
             return function(*args, **kwargs)
 
     return called
-
-
-def _copied(value: Any) -> Any:
-    return copied(value) if isinstance(value, torch.Tensor) else value
 
 
 def _written(one: Recorded) -> dict[str, Any]:

@@ -163,13 +163,9 @@ def _last_record(path: Path) -> dict[str, Any]:
 
 def _tensors(folder: Path, kind: str) -> dict[str, Any]:
     """Return the tensors of inputs or outputs; none if there is no such file."""
-    if (folder / f"{kind}.pt").exists():
-        found = load_torch(folder / f"{kind}.pt")
-        if not isinstance(found, dict):
-            raise InvalidCall(f"{folder / kind}.pt must hold a dict, got {type(found).__name__}")
-        return found
-    if (folder / f"{kind}.safetensors").exists():
-        return load_safetensors(folder / f"{kind}.safetensors")
+    for path in (folder / f"{kind}.pt", folder / f"{kind}.safetensors"):
+        if path.exists():
+            return load_tensors(path)
     return {}
 
 

@@ -414,12 +414,6 @@ def output_matches(call: KernelCall, tensor: torch.Tensor) -> bool:
     return found is not None and found.is_whole
 
 
-def factor_of(call: KernelCall, tensor: torch.Tensor) -> float | None:
-    """Return what a tensor is multiplied by to be the numbers of a call's output; None if it is another."""
-    found = match_of(call, tensor)
-    return None if found is None else found.factor
-
-
 def match_of(call: KernelCall, tensor: torch.Tensor) -> Match | None:
     """Return which elements of a call's output a tensor has; None if it is another.
 

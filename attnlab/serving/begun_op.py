@@ -17,7 +17,7 @@ from attnlab.case.platforms import platform_of
 from attnlab.diagnosis.captured import problem_of
 from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading, release_of
 from attnlab.recorder.snapshot import copied
-from attnlab.replay.parts import view_of_kv_heads, whole, with_sequences
+from attnlab.replay.parts import whole, with_kv_heads, with_sequences
 from attnlab.serving.batch import Integers, LayerCall, ReadArguments, Step
 from attnlab.serving.capture_state import CaptureState, KeptCalls, Observation
 from attnlab.serving.slots import FollowedSlots
@@ -174,7 +174,7 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
     every = whole(here)
     part = with_sequences(here, [every[seq] for seq in seqs])
     own = range(heads[0] // group, heads[-1] // group + 1)
-    return view_of_kv_heads(part, own).with_named_blocks().cpu()
+    return with_kv_heads(part, own, views=True).with_named_blocks().cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from attnlab.case.shown import Document, Shown, json_fields
 from attnlab.library.op import package_of
 from attnlab.serving.capture_state import KINDS, Observation, read_records
 from attnlab.serving.settings import SETTINGS, CaptureSettings
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Row, Sheet, Tone, Value, Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,22 +256,18 @@ def _diagnosis(path: Path) -> str:
 def capture_report(one: CaptureReport) -> Sheet:
     """Return what was found, what was checked, and what was not."""
     summary, tone = _summary(one)
-    parts: list[Part] = []
-    if one.found:
-        rows = [_row(found, one.unit) for found in one.found]
-        parts.append(Grid(["what", "where", "evidence"], rows, most=len(rows)))
-    parts.append(Facts([("folder", one.folder), *_checked(one)]))
-    parts += [Facts([("process", _sheet_process(process))]) for process in one.processes[:8]]
-    not_checked = [f"{what}: {times} times" for what, times in one.unchecked.items()]
-    if not_checked:
-        parts.append(Lines([Words("not checked", "warn"), *not_checked]))
-    if one.notes or one.errors:
-        parts.append(Lines([*one.notes, *(Words(text, "odd") for text in one.errors)]))
-    return Sheet(
-        kind="Capture",
-        line=f"<CaptureReport: {summary}>",
-        head=Words(summary, tone),
-        parts=parts,
+    rows = [_row(found, one.unit) for found in one.found]
+    unchecked = [f"{what}: {times} times" for what, times in one.unchecked.items()]
+    return Sheet.of(
+        "Capture",
+        summary,
+        Grid(["what", "where", "evidence"], rows, most=len(rows)),
+        Facts([("folder", one.folder), *_checked(one)]),
+        *(Facts([("process", _sheet_process(process))]) for process in one.processes[:8]),
+        Lines([Words("not checked", "warn"), *unchecked]) if unchecked else None,
+        Lines([*one.notes, *(Words(text, "odd") for text in one.errors)]),
+        tone=tone,
+        name="CaptureReport",
     )
 
 
