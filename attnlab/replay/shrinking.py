@@ -365,7 +365,8 @@ def shrink(
         why = "" if ran.failure is None else str(ran.failure)
         return Shrunk(call=call, before=sizes, after=sizes, status=ran.status, reason=why, tries=1)
     search = _Search(judge=judge, found=found, seconds=seconds, on_try=on_try)
-    search.run()
+    while search.step():
+        pass
     last = search.found
     return Shrunk(
         call=last.call,
@@ -396,13 +397,8 @@ class _Search:
         self.causes = judge.causes(found)
         self.violated = judge.violations(found.call)
 
-    def run(self) -> None:
-        """Take steps until none succeeds or the time is over."""
-        while self._step():
-            pass
-
-    def _step(self) -> bool:
-        """Take the first step that keeps the fault; answer whether there is one."""
+    def step(self) -> bool:
+        """Take the first step that keeps the fault; answer whether there is one in the time."""
         runs = self.judge.backend is not None
         for text, smaller in smaller_calls(self.found.call, self.found.ratio, runs=runs):
             if self.deadline is not None and time.monotonic() > self.deadline:

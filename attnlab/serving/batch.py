@@ -1,9 +1,10 @@
 """Step: the batch of one step of the engine, as the scheduler made it."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -22,28 +23,13 @@ _M = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _M_INVERSE = pow(_M, -1, 1 << 64)
 
 
-class _Powers:
-    """M^p and M^-p modulo 2⁶⁴ for p from 0, as far as they were asked for."""
-
-    def __init__(self) -> None:
-        self._up = self._down = np.ones(1, np.uint64)
-
-    def upto(self, end: int) -> tuple[Hashes, Hashes]:
-        """Return M^p and M^-p for p < end."""
-        if len(self._up) < end:
-            size = max(end, 2 * len(self._up))
-            self._up, self._down = (_powers(base, size) for base in (_M, _M_INVERSE))
-        return self._up[:end], self._down[:end]
-
-
+@functools.cache
 def _powers(base: int, size: int) -> Hashes:
+    """Return base^p modulo 2⁶⁴ for p < size."""
     factors = np.full(size, base, np.uint64)
     factors[0] = 1
     found: Hashes = np.multiply.accumulate(factors)
     return found
-
-
-_POWERS = _Powers()
 
 
 def _mixed(tokens: Integers) -> Hashes:
@@ -114,7 +100,9 @@ class Request:
         for start, stop, content in self._marks:
             inside = slice(max(start - first, 0), max(stop - first, 0))
             mixed[inside] ^= np.uint64(content)
-        up, down = _POWERS.upto(len(tokens) + 1)
+        count = len(tokens) + 1
+        size = 1 << len(tokens).bit_length()  # so few sizes are kept
+        up, down = (_powers(base, size)[:count] for base in (_M, _M_INVERSE))
         before = self._prefixes[first - 1] if first else self._seed
         sums = np.cumsum(mixed * down[:-1], dtype=np.uint64) * up[:-1]
         self._prefixes[first:end] = sums + before * up[1:]
@@ -254,15 +242,8 @@ class ReadArguments:
 
     def is_same(self, other: "ReadArguments") -> bool:
         """Answer whether another op reads the same slots."""
-        numbers = (self.block_size, self.sliding_window, self.first)
-        return numbers == (other.block_size, other.sliding_window, other.first) and all(
-            one is two or (one is not None and two is not None and np.array_equal(one, two))
-            for one, two in (
-                (self.block_table, other.block_table),
-                (self.seq_lens, other.seq_lens),
-                (self.query_lens, other.query_lens),
-            )
-        )
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
+        return all(one is two or np.array_equal(one, two) for one, two in pairs)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

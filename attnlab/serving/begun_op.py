@@ -171,8 +171,7 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
     here = dataclasses.replace(
         call, **{**changes, "before": None, "lse": None, "slot_mapping": None}
     )
-    every = whole(here)
-    part = with_sequences(here, [every[seq] for seq in seqs])
+    part = with_sequences(here, [one for one in whole(here) if one.seq in seqs])
     own = range(heads[0] // group, heads[-1] // group + 1)
     return with_kv_heads(part, own, views=True).with_named_blocks().cpu()
 
@@ -240,9 +239,7 @@ def wrong_values(place: Rows, found: ValueCheck) -> list[Observation]:
     worst: dict[int, WrongRow] = {}
     for row in found.wrong:
         seq = place.seq_of(row.row)
-        before = worst.get(seq)
-        if before is None or _ratio(row) > _ratio(before):
-            worst[seq] = row
+        worst[seq] = max(worst.get(seq, row), row, key=_ratio)
     return [_wrong_value(place, row) for row in worst.values()]
 
 
@@ -365,8 +362,10 @@ def contradictions(
 
 
 def _differ(argument: str, intended: Any, given: Any, same: bool = False) -> list[Contradiction]:
-    """Return a contradiction unless one side is unknown (None) or both are the same."""
+    """Return a contradiction unless one side is unknown (None) or both are the same, but for rounding."""
     if intended is None or given is None or same or intended == given:
+        return []
+    if isinstance(given, float) and _is_close(intended, given):
         return []
     return [Contradiction(argument=argument, intended=intended, given=given)]
 
@@ -377,14 +376,9 @@ def _numbers(
     for name in ("sm_scale", "k_scale", "v_scale"):
         if isinstance(fields.get(name), torch.Tensor) and not reads_tensors:
             continue
-        yield from _numbers_differ(name, getattr(intent, name), _number(fields.get(name)))
+        yield from _differ(name, getattr(intent, name), _number(fields.get(name)))
     if "softcap" in fields:
-        yield from _numbers_differ("softcap", intent.softcap, _number(fields["softcap"]) or 0.0)
-
-
-def _numbers_differ(name: str, intended: float | None, given: float | None) -> list[Contradiction]:
-    is_close = intended is not None and given is not None and _is_close(intended, given)
-    return _differ(name, intended, given, is_close)
+        yield from _differ("softcap", intent.softcap, _number(fields["softcap"]) or 0.0)
 
 
 _WINDOWS = ("sliding_window", "window_size", "window_left")
@@ -697,7 +691,15 @@ class OpCheck:
         try:
             made = self._call(call, begun, step)
         except InvalidCall as error:
-            self._reject(call, step, error)
+            contradiction = Observation(
+                kind="arguments",
+                text=str(error),
+                layer=call.known.name,
+                step=step.number,
+                rank=state.rank,
+                argument=error.field,
+            )
+            state.tally.observe([contradiction])
             return
         uncertain = [*begun.reading.unmodelled, *made.unknown_arguments]
         if made.output is None:
@@ -734,18 +736,6 @@ class OpCheck:
             rank=state.rank,
         )
         return call_of_reading(reading, origin, op=begun.op.op, layout=begun.op.layout)
-
-    def _reject(self, call: LayerCall, step: Step, error: InvalidCall) -> None:
-        """Record arguments that contradict each other."""
-        one = Observation(
-            kind="arguments",
-            text=str(error),
-            layer=call.known.name,
-            step=step.number,
-            rank=self._state.rank,
-            argument=error.field,
-        )
-        self._state.tally.observe([one])
 
 
 def _has_row_per_token(fields: Mapping[str, Any], step: Step, first: int) -> bool:

@@ -31,12 +31,12 @@ _METHODS = ("forward", "forward_mqa", "forward_mha", "do_kv_cache_update")
 
 
 class Session:
-    """A capture in this process: ``state``, and the ``slots`` of its layers."""
+    """A capture in this process: ``state``, the ``slots`` of its layers, and the ``check`` of their ops."""
 
     def __init__(self, settings: CaptureSettings, records: RecordFile) -> None:
         self.state = CaptureState(settings, records)
         self.slots = FollowedSlots(self.state)
-        self._check = OpCheck(self.state, self.slots, KeptCalls(records, settings.max_bytes))
+        self.check = OpCheck(self.state, self.slots, KeptCalls(records, settings.max_bytes))
         self._layers: Layers | None = None
         self._scheduled: Any = None
         self._is_off = False
@@ -205,29 +205,6 @@ class Session:
                     self.slots.wrote(call.known, step, mapping)
                 self.slots.read_by_metadata(call.known, step)
 
-    # Calls of ops.
-
-    def op_begins(self, call: LayerCall, op: RecordedOp, arguments: Arguments) -> BegunOp | None:
-        """Begin a call of an op."""
-        begun = None
-        with self.state.guarded(op.name):
-            begun = self._check.begin(call, op, arguments())
-        return begun
-
-    def op_ended(self, call: LayerCall, begun: BegunOp, result: Any) -> None:
-        """Check a call of an op that has returned."""
-        if self.state.step is not None:
-            with self.state.guarded(begun.op.name):
-                call.ops += 1
-                self._check.end(call, begun, result, self.state.step)
-
-    def op_wrote(self, call: LayerCall, arguments: Arguments) -> None:
-        """Follow a cache write."""
-        if self.state.step is not None and call.known.is_decoder:
-            with self.slots.guarded():
-                call.writes += 1
-                self.slots.wrote(call.known, self.state.step, arguments()["slot_mapping"])
-
 
 def _tensor(buffer: Any) -> torch.Tensor:
     """Return the device tensor of one of vLLM's buffers, or the tensor itself."""
@@ -260,14 +237,18 @@ def attention_wrapper(session: Session, op: RecordedOp, original: Function) -> F
         call = session.current()
         if call is None or call.is_in_op:
             return original(*args, **kwargs)
-        begun = session.op_begins(call, op, lambda: bind(args, kwargs))
+        begun: BegunOp | None = None
+        with session.state.guarded(op.name):
+            begun = session.check.begin(call, op, bind(args, kwargs))
         call.is_in_op = True
         try:
             result = original(*args, **kwargs)
         finally:
             call.is_in_op = False
-        if begun is not None:
-            session.op_ended(call, begun, result)
+        if begun is not None and session.state.step is not None:
+            with session.state.guarded(op.name):
+                call.ops += 1
+                session.check.end(call, begun, result, session.state.step)
         return result
 
     return checking
@@ -280,9 +261,12 @@ def write_wrapper(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def writing(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        call = session.current()
-        if call is not None:
-            session.op_wrote(call, lambda: signature.bind(*args, **kwargs).arguments)
+        call, step = session.current(), session.state.step
+        if call is not None and step is not None and call.known.is_decoder:
+            with session.slots.guarded():
+                call.writes += 1
+                slot_mapping = signature.bind(*args, **kwargs).arguments["slot_mapping"]
+                session.slots.wrote(call.known, step, slot_mapping)
         return result
 
     return writing
