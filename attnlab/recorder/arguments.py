@@ -6,7 +6,9 @@ Nothing is computed on tensors here: an argument is only looked up, so that read
 
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,13 +200,31 @@ def _table_of_slots(fields: dict[str, Any]) -> list[str]:
     tensors = isinstance(starts, torch.Tensor) and isinstance(slots, torch.Tensor)
     if not tensors or "block_table" in fields or "seq_lens" in fields:
         return []
-    counts = starts.long().diff()
-    columns = torch.arange(max(1, int(counts.max()) if len(counts) else 1), device=slots.device)
-    index = starts[:-1].long().to(slots.device)[:, None] + columns
-    inside = columns < counts.to(slots.device)[:, None]
-    fields["block_table"] = torch.where(inside, slots[index.clamp(max=max(0, len(slots) - 1))], 0)
-    fields["seq_lens"] = counts.int()
+    fields["block_table"], fields["seq_lens"] = table_of_lists(starts, slots)
     return ["kv_indptr and kv_indices as a block table with blocks of one token"]
+
+
+def table_of_lists(
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor | None = None,
+    new: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of all positions, [num_seqs, n], and the lengths, of lists of slots.
+
+    ``first``: the position of the first slot of each list. ``new``: how many tokens of each sequence follow
+    its list; they have slot 0, which is not read.
+    """
+    counts = starts.long().diff().to(slots.device)
+    before = torch.zeros_like(counts) if first is None else first.long().to(slots.device)
+    after = torch.zeros_like(counts) if new is None else new.long().to(slots.device)
+    lens = before[: len(counts)] + counts + after[: len(counts)]
+    width = max(1, int(lens.max()) if len(lens) else 1)
+    at = torch.arange(width, device=slots.device) - before[: len(counts), None]
+    inside = (at >= 0) & (at < counts[:, None])
+    index = (starts[:-1].long().to(slots.device)[:, None] + at).clamp(0, max(0, len(slots) - 1))
+    table = slots[index] if len(slots) else at * 0
+    return torch.where(inside, table, 0), lens.int()
 
 
 def _table_of_requests(fields: dict[str, Any]) -> list[str]:
@@ -294,7 +314,9 @@ def call_of_reading(
         if isinstance(fields.get(name), torch.Tensor) and fields[name].dim():
             fields[name] = fields[name][: len(fields["seq_lens"])]
     key_cache = fields["key_cache"]
-    fields["kv_cache_dtype"] = _kv_cache_dtype(fields.get("kv_cache_dtype"), key_cache)
+    given = fields.get("kv_cache_dtype")  # vLLM also has the names of 16-bit dtypes
+    is_named = getattr(key_cache, "dtype", None) == torch.uint8 and given in KV_CACHE_DTYPES
+    fields["kv_cache_dtype"] = given if is_named else None
     format_of = _FP8_PLATFORM.get(getattr(key_cache, "dtype", torch.uint8))
     if format_of is not None and not _has_format(origin.platform, format_of):
         origin = dataclasses.replace(origin, platform=format_of)
@@ -430,14 +452,6 @@ def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tenso
     if scale.dim() == 1:
         return scale.expand(len(fields["seq_lens"]), -1)
     return scale
-
-
-def _kv_cache_dtype(given: Any, key_cache: Any) -> str | None:
-    """Return the name that ``from_tensors`` accepts. vLLM also has the names of 16-bit dtypes."""
-    dtype = getattr(key_cache, "dtype", None)
-    if dtype == torch.uint8:
-        return given if given in KV_CACHE_DTYPES else None
-    return None
 
 
 def _drop_new_tokens(fields: dict[str, Any]) -> None:
@@ -580,6 +594,17 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> BoundArgumen
         elif parameter.default is not parameter.empty:
             defaults[name] = parameter.default
     return BoundArguments(arguments, defaults)
+
+
+def release_of(program: str) -> str | None:
+    """Return the release of an imported or installed package."""
+    version = getattr(sys.modules.get(program), "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(program)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def op_of_text(text: str) -> RecordedOp:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import inspect
 import itertools
 import logging
@@ -32,6 +31,7 @@ from attnlab.recorder.arguments import (
     binder,
     call_of_reading,
     keep_plan,
+    release_of,
     with_plan,
 )
 from attnlab.recorder.chains import follow, reading_of, readings_of
@@ -45,9 +45,9 @@ from attnlab.recorder.ops import (
     signature_of,
     write_of_reading,
 )
-from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.patches import Function, Patches, by_module
 from attnlab.recorder.records import run_by_record
-from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
+from attnlab.recorder.snapshot import copied, copies, copy_fields, each_block_once
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
 from attnlab.tensors.call_file import moved
 
@@ -242,9 +242,7 @@ class Capture:
         self._host = host
         self._logged = self._is_active = False
         self._ops = {op.name: op for op in recorded_ops(ops, on_error=self._failed)}
-        targets: dict[str, list[str]] = {}
-        for op in self._ops.values():
-            targets.setdefault(op.module, []).append(op.function)
+        targets = by_module((op.module, op.function) for op in self._ops.values())
         self._patches = Patches(targets, self._wrapper)
 
     def start(self) -> None:
@@ -254,12 +252,9 @@ class Capture:
 
     def add(self, ops: Iterable[RecordedOp]) -> None:
         """Record the calls of further ops, which are not those that are recorded already."""
-        targets: dict[str, list[str]] = {}
-        for op in ops:
-            if op.name not in self._ops:
-                self._ops[op.name] = op
-                targets.setdefault(op.module, []).append(op.function)
-        self._patches.add(targets)
+        new = {op.name: op for op in ops if op.name not in self._ops}
+        self._ops |= new
+        self._patches.add(by_module((op.module, op.function) for op in new.values()))
 
     def stop(self) -> None:
         """Put the original ops back."""
@@ -278,7 +273,7 @@ class Capture:
                     return
                 output = reading.result(chain.output)[0]
                 fields = {**reading.fields, "output": output, "weights": reading.weights}
-                fields = self._kept({n: _copied(one) for n, one in fields.items()})
+                fields = self._kept(copies(fields))
                 reading.weights = fields.pop("weights")
                 reading.fields = fields
                 origin = dataclasses.replace(self.origin, op=f"{CHAIN} in {chain.place}")
@@ -435,10 +430,6 @@ def _with_modes(function: Function) -> Function:
     return called
 
 
-def _copied(value: Any) -> Any:
-    return copied(value) if isinstance(value, torch.Tensor) else value
-
-
 def _written(one: Recorded) -> dict[str, Any]:
     """Return copies of what a call wrote."""
     if one.is_write:
@@ -466,25 +457,13 @@ def _origin(known: Origin, op: RecordedOp, device: torch.device) -> Origin:
     program = op.module.partition(".")[0]
     found = {**known.to_dict(), "op": op.name}
     found.setdefault("program", program)
-    release = _release(program)
+    release = release_of(program)
     if release is not None:
         found.setdefault("release", release)
     platform = platform_of(device)
     if platform is not None:
         found.setdefault("platform", platform)
     return Origin(**found)
-
-
-@functools.cache
-def _release(program: str) -> str | None:
-    """Return the release of an imported or installed package."""
-    version = getattr(sys.modules.get(program), "__version__", None)
-    if isinstance(version, str):
-        return version
-    try:
-        return importlib.metadata.version(program)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @contextlib.contextmanager

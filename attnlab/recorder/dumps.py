@@ -99,11 +99,6 @@ class Dump:
         """Return the name of the function, "Class.method" for a method."""
         return str(self.record.get("function_name", ""))
 
-    @property
-    def owner(self) -> tuple[Any, Any]:
-        """Return what is equal for all calls of one wrapper."""
-        return self.record.get("process_id"), self.record.get("self_id")
-
 
 def read_flashinfer(folder: Path) -> KernelCall:
     """Return the call in a folder of FlashInfer's log. Raises InvalidCall with one line."""
@@ -163,13 +158,9 @@ def _last_record(path: Path) -> dict[str, Any]:
 
 def _tensors(folder: Path, kind: str) -> dict[str, Any]:
     """Return the tensors of inputs or outputs; none if there is no such file."""
-    if (folder / f"{kind}.pt").exists():
-        found = load_torch(folder / f"{kind}.pt")
-        if not isinstance(found, dict):
-            raise InvalidCall(f"{folder / kind}.pt must hold a dict, got {type(found).__name__}")
-        return found
-    if (folder / f"{kind}.safetensors").exists():
-        return load_safetensors(folder / f"{kind}.safetensors")
+    for path in (folder / f"{kind}.pt", folder / f"{kind}.safetensors"):
+        if path.exists():
+            return load_tensors(path)
     return {}
 
 
@@ -222,8 +213,8 @@ def _before(run: Dump, method: str, *, required: bool = True) -> Any:
         if folder.name >= run.folder.name or not (folder / METADATA).exists():
             continue
         record = _last_record(folder / METADATA)
-        owner = record.get("process_id"), record.get("self_id")
-        if record.get("function_name") == f"{class_}.{method}" and owner == run.owner:
+        is_own = all(record.get(name) == run.record.get(name) for name in ("process_id", "self_id"))
+        if record.get("function_name") == f"{class_}.{method}" and is_own:
             return _dump(folder)
     if required:
         text = (

@@ -230,9 +230,7 @@ def _allclose(
     return _assert_close(input, other, rtol=rtol, atol=atol)
 
 
-def _equal(input: Any, other: Any) -> Compared:
-    """Return what torch.equal compares."""
-    return _assert_close(input, other, rtol=0.0, atol=0.0)
+_equal = functools.partial(_assert_close, rtol=0.0, atol=0.0)
 
 
 def _numpy_allclose(
@@ -412,12 +410,6 @@ def output_matches(call: KernelCall, tensor: torch.Tensor) -> bool:
         return half_of(call, tensor) is not None
     found = match_of(call, tensor)
     return found is not None and found.is_whole
-
-
-def factor_of(call: KernelCall, tensor: torch.Tensor) -> float | None:
-    """Return what a tensor is multiplied by to be the numbers of a call's output; None if it is another."""
-    found = match_of(call, tensor)
-    return None if found is None else found.factor
 
 
 def match_of(call: KernelCall, tensor: torch.Tensor) -> Match | None:

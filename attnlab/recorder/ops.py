@@ -31,9 +31,10 @@ from attnlab.recorder.arguments import (
     number_of,
     op_of_text,
     plain_kv_cache_dtype,
+    table_of_lists,
 )
 from attnlab.recorder.records import library_ops
-from attnlab.recorder.snapshot import copied, is_large
+from attnlab.recorder.snapshot import copied, copies, is_large
 from attnlab.tensors.cache import LAYOUTS, to_flash, to_x_split
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.call_file import copy_blocks, named_by
@@ -69,11 +70,7 @@ def copy_write(fields: Mapping[str, Any]) -> dict[str, Any]:
     ``block_ids`` the original ones.
     """
     caches = tuple(fields[name].detach() for name in _CACHES)
-    rest = {
-        name: copied(value) if isinstance(value, torch.Tensor) else value
-        for name, value in fields.items()
-        if name not in _CACHES
-    }
+    rest = copies({name: value for name, value in fields.items() if name not in _CACHES})
     if not is_large(*caches):
         return {**rest, **dict(zip(_CACHES, map(copied, caches), strict=True))}
     size = caches[0].shape[_SLOT_AXIS[fields["layout"]]]
@@ -282,7 +279,10 @@ _OF_LATENT = (
 
 # FlashInfer's wrappers: ``plan`` has the pages of the sequences, ``run`` the query and the cache.
 
-WRAPPERS = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+WRAPPERS = {
+    "BatchDecodeWithPagedKVCacheWrapper": "flashinfer.decode",
+    "BatchPrefillWithPagedKVCacheWrapper": "flashinfer.prefill",
+}
 
 
 def read_wrapper(given: dict[str, Any], reading: Reading) -> None:
@@ -345,12 +345,9 @@ def _pages(given: Mapping[str, Any], device: torch.device) -> dict[str, torch.Te
     starts, last = starts.long(), last.long()
     if starts.dim() != 1 or last.shape != (len(starts) - 1,) or int(starts[-1]) > len(pages):
         return None
-    counts = starts.diff()
-    table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
-    for seq, count in enumerate(counts.tolist()):
-        table[seq, :count] = pages[int(starts[seq]) : int(starts[seq]) + count]
+    table, counts = table_of_lists(starts, pages)
     lens = torch.where(counts > 0, (counts - 1) * size + last, 0).int()
-    found = {"block_table": table.to(device), "seq_lens": lens.to(device)}
+    found = {"block_table": table.int().to(device), "seq_lens": lens.to(device)}
     if isinstance(given.get("qo_indptr"), torch.Tensor):
         found["query_start_loc"] = given["qo_indptr"].to(device)
     return found
@@ -514,62 +511,41 @@ def _of_indices(
     return result
 
 
-_FLASH_FOLDERS = ("vllm.vllm_flash_attn", "flash_attn")
-_OTHERS: tuple[Row, ...] = (
-    *(
-        (f"{folder}.flash_attn_interface", "flash_attn_varlen_func", UNIFIED, "flash", _flash, ())
-        for folder in _FLASH_FOLDERS
-    ),
-    *(
-        (
-            f"flashinfer.{name}",
-            f"trtllm_batch_{what}_with_kv_cache",
-            UNIFIED,
-            None,
-            _trtllm,
-            _OF_TRTLLM,
-        )
-        for name, what in (("decode", "decode"), ("prefill", "context"))
-    ),
-    *(
-        (folder, "flash_attn_with_kvcache", UNIFIED, "flash", _flash_decode, _OF_FLASH_DECODE)
-        for folder in ("flash_attn.flash_attn_interface", "flash_attn_interface")
-    ),
-    *(
-        (folder, "flash_mla_with_kvcache", UNIFIED, "flash", _latent, _OF_LATENT)
-        for folder in ("flash_mla.flash_mla_interface", "vllm.v1.attention.ops.flashmla")
-    ),
-    *(
-        (module, "trtllm_batch_decode_with_kv_cache_mla", UNIFIED, "flash", _latent, _OF_LATENT)
-        for module in ("flashinfer.mla", "flashinfer.decode")
-    ),
-    ("torch.nn.functional", SDPA, UNIFIED, "HND", read_dense, ("enable_gqa",)),
-    (
-        "torch.nn.attention.flex_attention",
-        "flex_attention",
-        UNIFIED,
-        "HND",
-        _flex,
-        ("enable_gqa", "return_lse", "return_aux", "kernel_options"),
-    ),
-)
+_OF_FLEX = ("enable_gqa", "return_lse", "return_aux", "kernel_options")
+_FLASH = "flash_attn.flash_attn_interface"
+_MLA = ("flashinfer.mla", "flashinfer.decode")
+_FLASH_MLA = ("flash_mla.flash_mla_interface", "vllm.v1.attention.ops.flashmla")
+_OTHERS: tuple[tuple[tuple[str, ...], str, str | None, Adjust, tuple[str, ...]], ...] = (
+    ((f"vllm.vllm_{_FLASH}", _FLASH), "flash_attn_varlen_func", "flash", _flash, ()),
+    (("flashinfer.decode",), "trtllm_batch_decode_with_kv_cache", None, _trtllm, _OF_TRTLLM),
+    (("flashinfer.prefill",), "trtllm_batch_context_with_kv_cache", None, _trtllm, _OF_TRTLLM),
+    ((_FLASH, "flash_attn_interface"), "flash_attn_with_kvcache", "flash", _flash_decode, _OF_FLASH_DECODE),
+    (_FLASH_MLA, "flash_mla_with_kvcache", "flash", _latent, _OF_LATENT),
+    (_MLA, "trtllm_batch_decode_with_kv_cache_mla", "flash", _latent, _OF_LATENT),
+    (("torch.nn.functional",), SDPA, "HND", read_dense, ("enable_gqa",)),
+    (("torch.nn.attention.flex_attention",), "flex_attention", "HND", _flex, _OF_FLEX),
+)  # fmt: skip
 
 
 def other_ops() -> tuple[RecordedOp, ...]:
     """Return the ops of other libraries that are recorded, and the plans of FlashInfer's wrappers."""
-    modules = {"BatchDecode": "flashinfer.decode", "BatchPrefill": "flashinfer.prefill"}
+    rows = (
+        (module, function, UNIFIED, layout, adjust, reads)
+        for modules, function, layout, adjust, reads in _OTHERS
+        for module in modules
+    )
     wrappers = (
         RecordedOp(
-            module=modules[class_.partition("With")[0]],
+            module=module,
             function=f"{class_}.{method}",
             op=UNIFIED,
             adjust=read_wrapper,
             is_plan=method == "plan",
         )
-        for class_ in WRAPPERS
+        for class_, module in WRAPPERS.items()
         for method in ("plan", "run")
     )
-    return (*map(_op, _OTHERS), *wrappers)
+    return (*map(_op, rows), *wrappers)
 
 
 # vLLM's attention ops in Python (releases 0.11.2 and 0.33.0), and what their names alone do not say.

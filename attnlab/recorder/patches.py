@@ -18,6 +18,14 @@ Function = Callable[..., Any]
 Wrap = Callable[[str, str, Function], Function | None]
 
 
+def by_module(functions: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the names of functions, (module, name), by module."""
+    found: dict[str, list[str]] = {}
+    for module, name in functions:
+        found.setdefault(module, []).append(name)
+    return found
+
+
 class Patches:
     """Wrappers of functions, from :meth:`install` to :meth:`remove`.
 
@@ -34,12 +42,7 @@ class Patches:
 
     def install(self) -> None:
         """Wrap the functions of imported modules, and of modules that are imported from now on."""
-        found: dict[int, tuple[Function, Function]] = {}
-        for name in self._targets:
-            module = sys.modules.get(name)
-            if module is not None:
-                found |= self._wrapped(module)
-        _replace({key: (old, new) for key, (old, new) in found.items()})
+        self._wrap_imported(self._targets)
         sys.meta_path.insert(0, self._finder)
 
     def add(self, targets: Mapping[str, Iterable[str]]) -> None:
@@ -47,8 +50,16 @@ class Patches:
         self._targets |= {
             name: (*self._targets.get(name, ()), *functions) for name, functions in targets.items()
         }
-        found = [self._wrapped(sys.modules[name]) for name in targets if name in sys.modules]
-        _replace({key: both for one in found for key, both in one.items()})
+        self._wrap_imported(targets)
+
+    def _wrap_imported(self, names: Iterable[str]) -> None:
+        """Wrap the functions of those of some modules that are imported."""
+        found: dict[int, tuple[Function, Function]] = {}
+        for name in names:
+            module = sys.modules.get(name)
+            if module is not None:
+                found |= self._wrapped(module)
+        _replace(found)
 
     def remove(self) -> None:
         """Put the originals back, in modules that were imported meanwhile, too."""

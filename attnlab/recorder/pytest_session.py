@@ -23,20 +23,20 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.output_file import write_text
 from attnlab.diagnosis.captured import check_diagnosable, problem_of
 from attnlab.lab.problem import Problem
-from attnlab.mutation.power import MUTANTS, CorrectSample, sample_correct, score
+from attnlab.mutation.power import HEADS, MUTANTS, CorrectSample, sample_correct, score
 from attnlab.recorder.capture import Capture, Recorded
 from attnlab.recorder.failing_side import (
     TORCHS,
     Comparison,
     Comparisons,
     agrees,
-    factor_of,
     match_of,
     output_matches,
 )
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
 from attnlab.recorder.projection import Projection
+from attnlab.recorder.snapshot import owned_slots
 from attnlab.recorder.watch import Watch
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
@@ -91,10 +91,8 @@ def powers_of(
     for comparison in comparisons:
         if not comparison.passed:
             continue
-        both = (
-            comparison,
-            comparison.exchanged(),
-        )  # a test may pass the output as the expected value
+        # A test may pass the output as the expected value.
+        both = (comparison, comparison.exchanged())
         own = [one for one in recorded if not (one.origin.op or "").startswith(TORCHS)]
         calls = (recorded, own)  # attention of torch is what a kernel is compared with
         ways = (
@@ -131,7 +129,8 @@ def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
     problem, projection = problem_of(call.cpu()), comparison.projection
     sample = _sample(problem, projection)
     compared = None if projection is None else projection.of
-    factor = factor_of(call, comparison.actual) or 1.0
+    match = match_of(call, comparison.actual)
+    factor = 1.0 if match is None else match.factor
     if projection is not None and not _keeps_rows(call, comparison, projection):
         raise InvalidCase("a product must be one of the output's rows, got one of another order")
     tolerances = Case().replace(atol=comparison.atol * factor, rtol=comparison.rtol)
@@ -154,11 +153,7 @@ def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
 
 def _sample(problem: Problem, projection: Projection | None) -> CorrectSample:
     """Return a sample of rows with some heads, with all of them if they are multiplied by a matrix."""
-    return (
-        sample_correct(problem)
-        if projection is None
-        else sample_correct(problem, problem.num_heads)
-    )
+    return sample_correct(problem, HEADS if projection is None else problem.num_heads)
 
 
 def _keeps_rows(call: KernelCall, comparison: Comparison, projection: Projection) -> bool:
@@ -211,12 +206,8 @@ def _changed_tests(call: KernelCall) -> Iterator[tuple[str, KernelCall]]:
     }
     yield "data of N(0, 1), ", replace(call, **normal)
     poison = float("nan") if call.spec.poison == "nan" else 100.0
-    free = torch.ones(len(call.value_cache), call.block_size, dtype=torch.bool)
-    for blocks, count in zip(call.block_table.long(), call.seq_lens.tolist(), strict=True):
-        position = torch.arange(count)
-        free[blocks[position // call.block_size], position % call.block_size] = False
-    normal["key_cache"].permute(0, 3, 1, 2, 4)[free] = poison
-    normal["value_cache"].permute(0, 3, 1, 2)[free] = poison
+    for name in ("key_cache", "value_cache"):
+        normal[name].movedim(3, 1)[~owned_slots(call)] = poison
     what = "NaN" if call.spec.poison == "nan" else "large numbers"
     yield f"data of N(0, 1), {what} in empty slots, ", replace(call, **normal)
 
@@ -242,11 +233,6 @@ def table(powers: Sequence[TestPower]) -> list[str]:
                 f"{'':12}with {text}: {count} of these" for text, count in changes.items() if text
             ]
     return lines
-
-
-def write_powers(path: Path, powers: Sequence[TestPower]) -> None:
-    """Write the powers as a JSON list. Raises InvalidCase if the file cannot be written."""
-    write_text(path, json.dumps([asdict(one) for one in powers], indent=1) + "\n")
 
 
 _log = logging.getLogger("attnlab.recorder")
@@ -364,7 +350,9 @@ class Session:
                     report.sections.append(("attnlab", "\n".join(found.lines())))
                     self._add_properties(item, report, found.properties())
                 else:
-                    self._add_powers(item, report)
+                    calls = list(self._capture.calls.recorded)
+                    powers = powers_of(item.nodeid, calls, self._comparisons.last)
+                    self._add_properties(item, report, [(_POWER, one.to_json()) for one in powers])
         except Exception as error:
             self._failed(item.nodeid, error)
             if is_reported:
@@ -390,7 +378,8 @@ class Session:
         if self._json is None:
             return
         try:
-            write_powers(Path(self._json), self._powers)
+            found = json.dumps([asdict(one) for one in self._powers], indent=1)
+            write_text(Path(self._json), found + "\n")
         except AttnLabError as error:
             terminalreporter.line(f"attnlab: {error}")
 
@@ -402,10 +391,6 @@ class Session:
         what = f"not recorded: {seen}" if seen else "no function that attnlab knows was called"
         line = f"no attention call: {what}; add the function that computes attention: {_ADD}"
         return [("attnlab", line)]
-
-    def _add_powers(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        powers = powers_of(item.nodeid, list(self._capture.calls.recorded), self._comparisons.last)
-        self._add_properties(item, report, [(_POWER, one.to_json()) for one in powers])
 
     @staticmethod
     def _add_properties(

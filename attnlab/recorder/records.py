@@ -22,7 +22,14 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels import by_name
 from attnlab.kernels.binding import Values, bind, evaluate, finish, is_default
 from attnlab.library.op import Op, libraries, names_in, ops_of
-from attnlab.recorder.arguments import BoundArguments, Reading, RecordedOp, call_of_reading, shown
+from attnlab.recorder.arguments import (
+    BoundArguments,
+    Reading,
+    RecordedOp,
+    call_of_reading,
+    shown,
+    table_of_lists,
+)
 from attnlab.tensors.call import KernelCall, Origin
 
 _CACHES = ("key_cache", "value_cache")
@@ -272,7 +279,7 @@ def _take_lengths(
             continue
         first = found.get("window_starts")
         new = starts.diff() if name == "context" and starts is not None else None
-        table, lens = _table(found[f"{name}_starts"], found[f"{name}_slots"], first, new)
+        table, lens = table_of_lists(found[f"{name}_starts"], found[f"{name}_slots"], first, new)
         fields["block_table"], fields["seq_lens"] = table, lens
         reading.read_as.append("the lists of slots as a block table with blocks of one token")
     if "request_table" in found and "request_index" in found:
@@ -313,32 +320,9 @@ def _take_cache(
     starts = found.get("flat_starts", fields.get("query_start_loc"))
     if starts is not None and (is_flat or op.cache_layout is None):
         slots = torch.arange(int(starts[-1]), dtype=torch.int32, device=starts.device)
-        fields["block_table"], fields["seq_lens"] = _table(starts, slots, None, None)
+        fields["block_table"], fields["seq_lens"] = table_of_lists(starts, slots)
     fields["layout"] = "x-split" if op.cache_layout == "x-split" else "flash"
     return is_flat or layout in LAYOUTS
-
-
-def _table(
-    starts: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor | None,
-    new: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all positions, [num_seqs, n], and the lengths, of lists of slots.
-
-    ``first``: the position of the first slot of each list. ``new``: how many tokens of each sequence follow
-    its list; they have slot 0, which is not read.
-    """
-    counts = starts.long().diff().to(slots.device)
-    before = torch.zeros_like(counts) if first is None else first.long().to(slots.device)
-    after = torch.zeros_like(counts) if new is None else new.long().to(slots.device)
-    lens = before[: len(counts)] + counts + after[: len(counts)]
-    width = max(1, int(lens.max()) if len(lens) else 1)
-    at = torch.arange(width, device=slots.device) - before[: len(counts), None]
-    inside = (at >= 0) & (at < counts[:, None])
-    index = (starts[:-1].long().to(slots.device)[:, None] + at).clamp(0, max(0, len(slots) - 1))
-    table = slots[index] if len(slots) else at * 0
-    return torch.where(inside, table, 0), lens.int()
 
 
 def _take_quantised(found: Mapping[str, Any], reading: Reading) -> None:

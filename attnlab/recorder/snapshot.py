@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import NamedBlocks, copy_blocks, extent, named_by
 
 _LARGE_CACHE = 1 << 24  # bytes; a smaller cache is copied whole
@@ -31,6 +32,23 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(flat, tensor.shape, tensor.stride(), 0)
 
 
+def owned_slots(call: KernelCall) -> torch.Tensor:
+    """Return which slots of a call's cache belong to its sequences, [num_blocks, block_size] bool."""
+    owned = torch.zeros(call.key_cache.shape[0], call.block_size, dtype=torch.bool)
+    for row, seq_len in zip(call.block_table.long(), call.seq_lens.tolist(), strict=True):
+        positions = torch.arange(seq_len)
+        owned[row[positions // call.block_size], positions % call.block_size] = True
+    return owned
+
+
+def copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with copies of the tensors among them."""
+    return {
+        name: copied(value) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+
+
 def is_large(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
     """Answer whether only the blocks of a cache that a call names are copied."""
     return key_cache.nbytes + value_cache.nbytes > _LARGE_CACHE
@@ -43,12 +61,8 @@ def copy_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     before the fields are used.
     """
     blocks = _blocks_of_table(fields)
-    rest = {
-        name: copied(value) if isinstance(value, torch.Tensor) else value
-        for name, value in fields.items()
-        if name not in blocks
-    }
-    return {**rest, **blocks}
+    rest = {name: value for name, value in fields.items() if name not in blocks}
+    return {**copies(rest), **blocks}
 
 
 def _blocks_of_table(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,15 +74,8 @@ def can_drop_first_rows(call: KernelCall) -> bool:
 
 
 _BY_TOKEN = ("query", "key", "value", "output", "before", "lse", "slot_mapping")
-_BY_HEAD = (
-    ("query", 1),
-    ("output", 1),
-    ("before", 1),
-    ("lse", 1),
-    ("alibi_slopes", 0),
-    ("sinks", 0),
-)
-_BY_KV_HEAD = (("key", 1), ("value", 1), ("key_cache", 1), ("value_cache", 1))
+_BY_HEAD = {**dict.fromkeys(("query", "output", "before", "lse"), 1), "alibi_slopes": 0, "sinks": 0}
+_BY_KV_HEAD = dict.fromkeys(("key", "value", "key_cache", "value_cache"), 1)
 
 _Take = Callable[[torch.Tensor, int, range], torch.Tensor]  # some entries of a dimension
 
@@ -152,14 +145,11 @@ def _table(call: KernelCall, kept: Sequence[KeptSequence], seq_lens: Sequence[in
     return table
 
 
-def with_kv_heads(call: KernelCall, heads: range) -> KernelCall:
-    """Return a call with copies of some of the KV heads and their query heads."""
-    return _with_heads(call, _query_heads(call, heads), heads, _copied)
-
-
-def view_of_kv_heads(call: KernelCall, heads: range) -> KernelCall:
-    """Return a call with some of the KV heads and their query heads; its tensors are views."""
-    return _with_heads(call, _query_heads(call, heads), heads, _view)
+def with_kv_heads(call: KernelCall, heads: range, *, views: bool = False) -> KernelCall:
+    """Return a call with copies, or ``views``, of some of the KV heads and their query heads."""
+    group = call.num_queries_per_kv
+    own = range(heads.start * group, heads.stop * group)
+    return _with_heads(call, own, heads, _view if views else _copied)
 
 
 def with_query_head(call: KernelCall, head: int) -> KernelCall:
@@ -168,15 +158,10 @@ def with_query_head(call: KernelCall, head: int) -> KernelCall:
     return _with_heads(call, range(head, head + 1), range(kv_head, kv_head + 1), _copied)
 
 
-def _query_heads(call: KernelCall, heads: range) -> range:
-    group = call.num_queries_per_kv
-    return range(heads.start * group, heads.stop * group)
-
-
 def _with_heads(call: KernelCall, heads: range, kv_heads: range, take: _Take) -> KernelCall:
     changes: dict[str, Any] = {}
     for part, fields in ((heads, _BY_HEAD), (kv_heads, _BY_KV_HEAD)):
-        for name, dim in fields:
+        for name, dim in fields.items():
             if (tensor := getattr(call, name)) is not None:
                 changes[name] = take(tensor, dim, part)
     for name in ("k_scale", "v_scale", "q_scale"):
@@ -220,22 +205,17 @@ def without_tokens(call: KernelCall, count: int) -> KernelCall | None:
     The other tokens move to the front of the sequence's blocks, with their bytes.
     """
     seq_len, query_len = int(call.seq_lens[0]), int(call.query_lens[0])
-    if (
-        len(call.seq_lens) != 1
-        or count > seq_len - query_len
-        or isinstance(call.k_scale, torch.Tensor)
-    ):
+    has_scales = isinstance(call.k_scale, torch.Tensor)
+    if len(call.seq_lens) != 1 or count > seq_len - query_len or has_scales:
         return None
     size, blocks = call.block_size, call.block_table[0].long()
     old, new = torch.arange(count, seq_len), torch.arange(seq_len - count)
     caches: dict[str, Any] = {}
-    for name, slot_dim in (("key_cache", 3), ("value_cache", 3)):
+    for name in ("key_cache", "value_cache"):
         cache = getattr(call, name)
         moved = cache.clone()
-        slots = moved.movedim(slot_dim, 1)
-        slots[blocks[new // size], new % size] = cache.movedim(slot_dim, 1)[
-            blocks[old // size], old % size
-        ]
+        kept = cache.movedim(3, 1)[blocks[old // size], old % size]
+        moved.movedim(3, 1)[blocks[new // size], new % size] = kept
         caches[name] = moved
     shorter = dataclasses.replace(
         call,

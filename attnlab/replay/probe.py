@@ -17,6 +17,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
 from attnlab.kernels.run_call import run_call
 from attnlab.kernels.runner import one_backend
+from attnlab.recorder.snapshot import owned_slots
 from attnlab.replay.parts import KeptSequence, whole, with_sequences
 from attnlab.replay.replay_call import (
     Difference,
@@ -124,15 +125,11 @@ def _reversed(cache: torch.Tensor) -> torch.Tensor:
 
 def _other_slots(call: KernelCall) -> dict[str, Any]:
     """Return the cache with other finite numbers in the slots that belong to no sequence of the call."""
-    owned = torch.zeros(call.key_cache.shape[0], call.block_size, dtype=torch.bool)
-    for row, seq_len in zip(call.block_table.long(), call.seq_lens.tolist(), strict=True):
-        positions = torch.arange(seq_len)
-        owned[row[positions // call.block_size], positions % call.block_size] = True
     changes: dict[str, Any] = {}
     for name, cache in (("key_cache", call.key_cache), ("value_cache", call.value_cache)):
         copy = cache.clone()
         fill = _ELEMENT if cache.dtype == torch.uint8 else _FINITE
-        copy.movedim(3, 1)[~owned] = fill
+        copy.movedim(3, 1)[~owned_slots(call)] = fill
         changes[name] = copy
     return changes
 
@@ -334,21 +331,20 @@ def probe_sheet(one: Probe) -> Sheet:
     """Return what the variations of a call changed."""
     columns = ("variation", "changed bits", "largest change", "wrong elements")
     tone: Tone = "bad" if one.is_wrong else "good"
-    return Sheet(
-        kind="Probe",
-        line=f"<Probe: {one.conclusion}>",
-        head=Words(one.verdict, tone),
-        parts=[
-            Lines([one.conclusion]),
-            Facts(
-                [
-                    ("kernels", one.backend),
-                    ("first run", f"wrong: {beyond_text(one.error)}"),
-                    ("recorded bits", bits_text(one.from_recorded)),
-                ]
-            ),
-            Grid(columns, [_variation(each) for each in one.variations], most=16),
-        ],
+    return Sheet.of(
+        "Probe",
+        one.verdict,
+        Lines([one.conclusion]),
+        Facts(
+            [
+                ("kernels", one.backend),
+                ("first run", f"wrong: {beyond_text(one.error)}"),
+                ("recorded bits", bits_text(one.from_recorded)),
+            ]
+        ),
+        Grid(columns, [_variation(each) for each in one.variations], most=16),
+        tone=tone,
+        line=one.conclusion,
     )
 
 

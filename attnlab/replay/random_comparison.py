@@ -15,7 +15,7 @@ from attnlab.checker.hostile import random_case
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.replay.replay_call import CANNOT_RUN, MATCH, Difference, compare_outputs, run_on
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Row, Sheet, Tone, Words
 from attnlab.tensors.call import KernelCall
 
 _SHOWN = ("kv_cache_dtype", "sliding_window", "mask", "softcap", "sinks", "alibi", "kv_layout", "freed",
@@ -125,15 +125,14 @@ class Comparison(Shown):
     def sheet(self) -> Sheet:
         """Return a row for each case, those with a difference first."""
         tone: Tone = "bad" if self.exit_code == 1 else "good" if self.cases else "warn"
-        parts: list[Part] = [Lines([*self.sentences(), *self._next()])]
         rows = [_row(number, one) for number, one in enumerate(self.ordered, 1)]
-        parts.append(Grid(("", "case", *self.names), rows, most=len(rows)))
-        if self.left_out:
-            parts.append(
-                Facts([("left out", f"{n} draws: {text}") for text, n in self.left_out.items()])
-            )
         return Sheet.of(
-            "Comparison", "different" if tone == "bad" else "the same", *parts, tone=tone
+            "Comparison",
+            "different" if tone == "bad" else "the same",
+            Lines([*self.sentences(), *self._next()]),
+            Grid(("", "case", *self.names), rows, most=len(rows)),
+            Facts([("left out", f"{n} draws: {text}") for text, n in self.left_out.items()]),
+            tone=tone,
         )
 
     def _next(self) -> list[Words]:

@@ -30,7 +30,7 @@ from attnlab.lab.cache_write import expected_write
 from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.problem import Problem, RowSlice
 from attnlab.lab.result import Result
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Row, Sheet, Tone, Words
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import Formats
@@ -121,11 +121,6 @@ def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     kind = _BITS[one.element_size()]
     differs = one.contiguous().view(kind) != other.contiguous().view(kind)
     return differs & ~(one.double().isnan() & other.double().isnan())
-
-
-def check_replayable(call: KernelCall) -> None:
-    """Raise InvalidCall for a call without a reference."""
-    check_diagnosable(call, writes=True)
 
 
 def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...]) -> Case:
@@ -354,7 +349,7 @@ def replay_all(
 
     Raises InvalidCall for a call that is no attention or has arguments without a reference.
     """
-    check_replayable(call)
+    check_diagnosable(call, writes=True)
     recorded = where_it_ran(call, case, given)
     replays = []
     for number, target in enumerate(targets):
@@ -379,27 +374,23 @@ def _replay(call: KernelCall, target: Runner, case: Case, given: tuple[str, ...]
         backend = target.find()
         version = backend.version
         ran = run_on(call, backend, case, given)
-    except (InvalidCase, Unavailable) as error:
+    except (InvalidCase, Unavailable) as why:
         return Replay(
-            target=target.name, backend=target.backend, status=CANNOT_RUN, reason=str(error)
-        )
-    if ran.output is None:
-        return Replay(
-            target=target.name,
-            backend=version,
-            status=ran.status,
-            reason=str(ran.failure),
-            failed=isinstance(ran.failure, KernelFailed),
+            target=target.name, backend=target.backend, status=CANNOT_RUN, reason=str(why)
         )
     recorded = None if call.rejection or call.output is None else call.output.cpu()
+    error = None if ran.output is None else compare_outputs(ran.output, None, ran.expected)
+    from_recorded = None
+    if ran.output is not None and recorded is not None:
+        from_recorded = compare_outputs(ran.output, recorded, ran.expected)
     return Replay(
         target=target.name,
         backend=version,
         status=ran.status,
-        error=_error(ran.output, ran.expected),
-        from_recorded=(
-            None if recorded is None else compare_outputs(ran.output, recorded, ran.expected)
-        ),
+        reason=str(ran.failure or ""),
+        failed=isinstance(ran.failure, KernelFailed),
+        error=error,
+        from_recorded=from_recorded,
     )
 
 
@@ -409,12 +400,8 @@ def _recorded(call: KernelCall, ran: Case) -> tuple[str, Difference | None]:
         return REJECTED, None
     if call.output is None:
         return "unknown", None
-    error = _error(call.output.cpu(), expected_of(call, ran))
+    error = compare_outputs(call.output.cpu(), None, expected_of(call, ran))
     return MISMATCH if error.elements else MATCH, error
-
-
-def _error(output: torch.Tensor, expected: Expected) -> Difference:
-    return compare_outputs(output, None, expected)
 
 
 def lab_of_call(
@@ -481,22 +468,17 @@ _COLUMNS = ("target", "kernels", "verdict", "beyond rounding", "largest error", 
 def replays(one: "Replays") -> Sheet:
     """Return what each backend made of a call, one row each."""
     tone: Tone = "good" if one.exit_code == 0 else "bad" if one.exit_code == 1 else "warn"
-    facts: list[tuple[str, str]] = [("op", one.op), ("recorded on", one.origin)]
+    recorded = one.recorded
     if one.recorded_error is not None:
-        facts.append(("recorded output", f"{one.recorded}: {beyond_text(one.recorded_error)}"))
-    else:
-        facts.append(("recorded output", one.recorded))
-    parts: list[Part] = [
-        Facts(facts),
+        recorded += f": {beyond_text(one.recorded_error)}"
+    return Sheet.of(
+        "Replays",
+        one.sentence(),
+        Facts([("op", one.op), ("recorded on", one.origin), ("recorded output", recorded)]),
         Grid(_COLUMNS, [_row(each) for each in one.replays], most=len(one.replays)),
-    ]
-    if one.assumed:
-        parts.append(Lines([Words(f"assumed: {text}", "quiet") for text in one.assumed]))
-    return Sheet(
-        kind="Replays",
-        line=f"<Replays of {one.call}: {one.sentence()}>",
-        head=Words(one.sentence(), tone),
-        parts=parts,
+        Lines([Words(f"assumed: {text}", "quiet") for text in one.assumed]),
+        tone=tone,
+        name=f"Replays of {one.call}",
     )
 
 

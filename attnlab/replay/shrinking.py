@@ -20,7 +20,6 @@ from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.runner import one_backend
 from attnlab.replay.parts import (
-    KeptSequence,
     can_drop_first_rows,
     whole,
     with_fewer_blocks,
@@ -39,7 +38,7 @@ from attnlab.replay.replay_call import (
     expected_of,
     run_on,
 )
-from attnlab.show.sheets.sheet import Grid, Lines, Part, Row, Sheet, Words
+from attnlab.show.sheets.sheet import Grid, Lines, Row, Sheet
 from attnlab.tensors.call import KernelCall
 
 Step = tuple[str, KernelCall]  # what it does, in words, and its call
@@ -157,22 +156,18 @@ def _shorter_contexts(call: KernelCall) -> Iterator[Step]:
     most = [context // size for context in contexts]
     if max(most) > 0:
         for share in (1, 2, 4):
-            parts = [_without_blocks(one, most[one.seq] // share) for one in kept]
+            parts = [dataclasses.replace(one, blocks=most[one.seq] // share) for one in kept]
             if any(one.blocks for one in parts):
                 yield f"contexts without 1/{share} of their blocks", with_sequences(call, parts)
         for one in kept:
             if most[one.seq]:
-                parts = [_without_blocks(other, int(other.seq == one.seq)) for other in kept]
+                parts = [dataclasses.replace(other, blocks=int(other is one)) for other in kept]
                 yield f"sequence {one.seq} without its first block", with_sequences(call, parts)
     if len(kept) == 1 and contexts[0]:
         for count in dict.fromkeys((contexts[0], -(-contexts[0] // 2), 1)):
             shorter = without_tokens(call, count)
             if shorter is not None:
                 yield f"context of {contexts[0] - count}", shorter
-
-
-def _without_blocks(one: KeptSequence, blocks: int) -> KeptSequence:
-    return dataclasses.replace(one, blocks=blocks)
 
 
 def _fewer_ranges(call: KernelCall) -> Iterator[Step]:
@@ -370,7 +365,8 @@ def shrink(
         why = "" if ran.failure is None else str(ran.failure)
         return Shrunk(call=call, before=sizes, after=sizes, status=ran.status, reason=why, tries=1)
     search = _Search(judge=judge, found=found, seconds=seconds, on_try=on_try)
-    search.run()
+    while search.step():
+        pass
     last = search.found
     return Shrunk(
         call=last.call,
@@ -401,13 +397,8 @@ class _Search:
         self.causes = judge.causes(found)
         self.violated = judge.violations(found.call)
 
-    def run(self) -> None:
-        """Take steps until none succeeds or the time is over."""
-        while self._step():
-            pass
-
-    def _step(self) -> bool:
-        """Take the first step that keeps the fault; answer whether there is one."""
+    def step(self) -> bool:
+        """Take the first step that keeps the fault; answer whether there is one in the time."""
         runs = self.judge.backend is not None
         for text, smaller in smaller_calls(self.found.call, self.found.ratio, runs=runs):
             if self.deadline is not None and time.monotonic() > self.deadline:
@@ -468,15 +459,12 @@ def shrink_call(
 def shrunk(one: Shrunk) -> Sheet:
     """Return the sizes of a call before and after shrinking, and the steps."""
     rows: list[Row] = [[name, size, one.after[name]] for name, size in one.before.items()]
-    first, *others = one.sentences()
-    parts: list[Part] = [Lines([first, *others])]
-    if one.is_failing:
-        parts.append(Grid(("size", "before", "after"), rows, most=len(rows)))
-    if one.steps:
-        parts.append(Grid(("steps",), [[step] for step in one.steps], most=4))
-    return Sheet(
-        kind="Shrunk",
-        line=f"<Shrunk: {one.status}, {one.after['rows']} rows of {one.before['rows']}>",
-        head=Words(one.status, TONES[one.status]),
-        parts=parts,
+    return Sheet.of(
+        "Shrunk",
+        one.status,
+        Lines(one.sentences()),
+        Grid(("size", "before", "after"), rows, most=len(rows)) if one.is_failing else None,
+        Grid(("steps",), [[step] for step in one.steps], most=4),
+        tone=TONES[one.status],
+        line=f"{one.status}, {one.after['rows']} rows of {one.before['rows']}",
     )

@@ -2,11 +2,10 @@
 
 import functools
 import hashlib
-import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,28 +23,13 @@ _M = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _M_INVERSE = pow(_M, -1, 1 << 64)
 
 
-class _Powers:
-    """M^p and M^-p modulo 2⁶⁴ for p from 0, as far as they were asked for."""
-
-    def __init__(self) -> None:
-        self._up = self._down = np.ones(1, np.uint64)
-
-    def upto(self, end: int) -> tuple[Hashes, Hashes]:
-        """Return M^p and M^-p for p < end."""
-        if len(self._up) < end:
-            size = max(end, 2 * len(self._up))
-            self._up, self._down = (_powers(base, size) for base in (_M, _M_INVERSE))
-        return self._up[:end], self._down[:end]
-
-
+@functools.cache
 def _powers(base: int, size: int) -> Hashes:
+    """Return base^p modulo 2⁶⁴ for p < size."""
     factors = np.full(size, base, np.uint64)
     factors[0] = 1
     found: Hashes = np.multiply.accumulate(factors)
     return found
-
-
-_POWERS = _Powers()
 
 
 def _mixed(tokens: Integers) -> Hashes:
@@ -116,7 +100,9 @@ class Request:
         for start, stop, content in self._marks:
             inside = slice(max(start - first, 0), max(stop - first, 0))
             mixed[inside] ^= np.uint64(content)
-        up, down = _POWERS.upto(len(tokens) + 1)
+        count = len(tokens) + 1
+        size = 1 << len(tokens).bit_length()  # so few sizes are kept
+        up, down = (_powers(base, size)[:count] for base in (_M, _M_INVERSE))
         before = self._prefixes[first - 1] if first else self._seed
         sums = np.cumsum(mixed * down[:-1], dtype=np.uint64) * up[:-1]
         self._prefixes[first:end] = sums + before * up[1:]
@@ -182,10 +168,6 @@ class Requests:
         self._by_number = {n: one for n, one in self._by_number.items() if n in kept}
 
 
-Arguments = Callable[[], Mapping[str, Any]]
-METHODS = ("forward", "forward_mqa", "forward_mha", "do_kv_cache_update")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KnownLayer:
     """An attention layer of the model.
@@ -213,59 +195,6 @@ class LayerCall:
     is_in_op: bool = False
     ops: int = 0
     writes: int = 0
-
-
-class LayerHooks(Protocol):
-    """What the hooks of layers call."""
-
-    def layer_begins(self, impl: Any, method: str) -> LayerCall | None: ...
-    def layer_left(self, call: LayerCall) -> None: ...
-    def layer_ended(self, call: LayerCall, arguments: Arguments) -> None: ...
-    def built(self, builder: Any, arguments: Arguments) -> None: ...
-
-
-def hook_impl(session: LayerHooks, impl_class: type) -> None:
-    """Hook the methods of an implementation's class, and of no class twice."""
-    for name in METHODS:
-        original = getattr(impl_class, name, None)
-        if original is None or getattr(original, "is_attnlab", False):
-            continue
-        setattr(impl_class, name, _hooked(session, name, original))
-
-
-def _hooked(session: LayerHooks, name: str, original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = session.layer_begins(self, name)
-        if call is None:
-            return original(self, *args, **kwargs)
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            session.layer_left(call)
-        session.layer_ended(call, lambda: signature.bind(self, *args, **kwargs).arguments)
-        return result
-
-    method.is_attnlab = True  # type: ignore[attr-defined]
-    return method
-
-
-def hook_builder(session: LayerHooks, builder_class: type) -> None:
-    """Hook ``build`` of a metadata builder's class, which gets the batch in one form for all backends."""
-    original = getattr(builder_class, "build", None)
-    if original is None or getattr(original, "is_attnlab", False):
-        return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session.built(self, lambda: signature.bind(self, *args, **kwargs).arguments)
-        return original(self, *args, **kwargs)
-
-    build.is_attnlab = True  # type: ignore[attr-defined]
-    builder_class.build = build  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -313,15 +242,8 @@ class ReadArguments:
 
     def is_same(self, other: "ReadArguments") -> bool:
         """Answer whether another op reads the same slots."""
-        numbers = (self.block_size, self.sliding_window, self.first)
-        return numbers == (other.block_size, other.sliding_window, other.first) and all(
-            one is two or (one is not None and two is not None and np.array_equal(one, two))
-            for one, two in (
-                (self.block_table, other.block_table),
-                (self.seq_lens, other.seq_lens),
-                (self.query_lens, other.query_lens),
-            )
-        )
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
+        return all(one is two or np.array_equal(one, two) for one, two in pairs)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

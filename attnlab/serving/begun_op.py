@@ -1,13 +1,13 @@
 """OpCheck: the checks of one call of an op, before and after it runs: intent, batch, and values."""
 
+import abc
 import bisect
 import dataclasses
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ import torch
 from attnlab.case.errors import InvalidCall
 from attnlab.case.platforms import platform_of
 from attnlab.diagnosis.captured import problem_of
-from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading
+from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading, release_of
 from attnlab.recorder.snapshot import copied
-from attnlab.replay.parts import view_of_kv_heads, whole, with_sequences
-from attnlab.serving.batch import Integers, LayerCall, ReadArguments, Request, Step
+from attnlab.replay.parts import whole, with_kv_heads, with_sequences
+from attnlab.serving.batch import Integers, LayerCall, ReadArguments, Step
 from attnlab.serving.capture_state import CaptureState, KeptCalls, Observation
 from attnlab.serving.slots import FollowedSlots
 from attnlab.tensors.cache import find_layout
@@ -171,56 +171,67 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
     here = dataclasses.replace(
         call, **{**changes, "before": None, "lse": None, "slot_mapping": None}
     )
-    every = whole(here)
-    part = with_sequences(here, [every[seq] for seq in seqs])
+    part = with_sequences(here, [one for one in whole(here) if one.seq in seqs])
     own = range(heads[0] // group, heads[-1] // group + 1)
-    return view_of_kv_heads(part, own).with_named_blocks().cpu()
+    return with_kv_heads(part, own, views=True).with_named_blocks().cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowsOfOp:
-    """The rows of an op's output: which layer and step made them.
-
-    ``first_token``: the row of the step's new tokens that is row 0 of the op.
-    """
+class Rows(abc.ABC):
+    """The rows of an op's output. ``layer``: that made them, or the op without layers."""
 
     layer: str
-    step: Step
     rank: int
-    first_token: int = 0
+
+    @property
+    @abc.abstractmethod
+    def step_number(self) -> int:
+        """Return the number of the step, or of the call."""
+
+    @abc.abstractmethod
+    def place_of(self, row: int) -> tuple[int, str | None, int]:
+        """Return the sequence, the request if it is known, and the position of an output row."""
 
     def seq_of(self, row: int) -> int:
-        """Return the row in the batch of an output row."""
-        return self.request_of(row)[0]
-
-    def request_of(self, row: int) -> tuple[int, Request, int]:
-        """Return the row in the batch, the request and the position of an output row."""
-        token = row + self.first_token
-        seq, request = self.step.request_of_row(token)
-        position = int(self.step.seq_lens[seq]) - int(self.step.starts[seq + 1]) + token
-        return seq, request, position
+        """Return the sequence of an output row."""
+        return self.place_of(row)[0]
 
     def observe(self, kind: str, row: int, text: str, facts: dict[str, Any]) -> Observation:
         """Return an observation of a row; ``text`` continues "the output of request R at position P"."""
-        seq, request, position = self.request_of(row)
+        seq, request, position = self.place_of(row)
+        whose = f"sequence {seq}" if request is None else f"request {request}"
         return Observation(
             kind=kind,
-            text=f"the output of request {request.name} at position {position}{text}",
+            text=f"the output of {whose} at position {position}{text}",
             layer=self.layer,
-            step=self.step.number,
+            step=self.step_number,
             rank=self.rank,
-            request=request.name,
+            request=request,
             seq=seq,
             position=position,
             facts=facts,
         )
 
 
-class Rows(Protocol):
-    """The rows of an op's output, and the text of one."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowsOfOp(Rows):
+    """The rows of an op's output in a step. A sequence is a row in the batch.
 
-    def seq_of(self, row: int) -> int: ...
-    def observe(self, kind: str, row: int, text: str, facts: dict[str, Any]) -> Observation: ...
+    ``first_token``: the row of the step's new tokens that is row 0 of the op.
+    """
+
+    step: Step
+    first_token: int = 0
+
+    @property
+    def step_number(self) -> int:
+        return self.step.number
+
+    def place_of(self, row: int) -> tuple[int, str | None, int]:
+        token = row + self.first_token
+        seq, request = self.step.request_of_row(token)
+        position = int(self.step.seq_lens[seq]) - int(self.step.starts[seq + 1]) + token
+        return seq, request.name, position
 
 
 def wrong_values(place: Rows, found: ValueCheck) -> list[Observation]:
@@ -228,9 +239,7 @@ def wrong_values(place: Rows, found: ValueCheck) -> list[Observation]:
     worst: dict[int, WrongRow] = {}
     for row in found.wrong:
         seq = place.seq_of(row.row)
-        before = worst.get(seq)
-        if before is None or _ratio(row) > _ratio(before):
-            worst[seq] = row
+        worst[seq] = max(worst.get(seq, row), row, key=_ratio)
     return [_wrong_value(place, row) for row in worst.values()]
 
 
@@ -273,6 +282,21 @@ def not_finite(place: Rows, call: KernelCall, known: AbstractSet[int | None]) ->
                 place.observe("not_finite", row, text, {"row": row, "finite_query": is_finite})
             )
     return found
+
+
+def check_output(
+    state: CaptureState, place: Rows, call: KernelCall, *, is_sampled: bool, seed: int
+) -> list[Observation]:
+    """Return what is wrong with a call's output: NaN and Inf, and if ``is_sampled`` some rows' values."""
+    wrong: list[Observation] = []
+    if is_sampled:
+        tally, settings = state.tally, state.settings
+        found = check_values(call, rows=settings.rows, heads=settings.heads, seed=seed)
+        tally.counts["checked"] += 1
+        tally.counts["rows"] += found.rows
+        tally.worst = max(tally.worst, found.worst)
+        wrong = wrong_values(place, found)
+    return wrong + not_finite(place, call, {one.seq for one in wrong})
 
 
 _EQUAL = 1e-5  # relative; the numbers are stored in float32 on the way
@@ -338,8 +362,10 @@ def contradictions(
 
 
 def _differ(argument: str, intended: Any, given: Any, same: bool = False) -> list[Contradiction]:
-    """Return a contradiction unless one side is unknown (None) or both are the same."""
+    """Return a contradiction unless one side is unknown (None) or both are the same, but for rounding."""
     if intended is None or given is None or same or intended == given:
+        return []
+    if isinstance(given, float) and _is_close(intended, given):
         return []
     return [Contradiction(argument=argument, intended=intended, given=given)]
 
@@ -350,14 +376,9 @@ def _numbers(
     for name in ("sm_scale", "k_scale", "v_scale"):
         if isinstance(fields.get(name), torch.Tensor) and not reads_tensors:
             continue
-        yield from _numbers_differ(name, getattr(intent, name), _number(fields.get(name)))
+        yield from _differ(name, getattr(intent, name), _number(fields.get(name)))
     if "softcap" in fields:
-        yield from _numbers_differ("softcap", intent.softcap, _number(fields["softcap"]) or 0.0)
-
-
-def _numbers_differ(name: str, intended: float | None, given: float | None) -> list[Contradiction]:
-    is_close = intended is not None and given is not None and _is_close(intended, given)
-    return _differ(name, intended, given, is_close)
+        yield from _differ("softcap", intent.softcap, _number(fields["softcap"]) or 0.0)
 
 
 _WINDOWS = ("sliding_window", "window_size", "window_left")
@@ -552,12 +573,6 @@ class OpCheck:
         self._state, self._slots, self._kept = state, slots, kept
         self._intents: dict[tuple[str, bool | None, int | None], Intent] = {}
 
-    @property
-    def release(self) -> str | None:
-        """Return vLLM's release, None if it is unknown."""
-        found = getattr(sys.modules.get("vllm"), "__version__", None)
-        return found if isinstance(found, str) else None
-
     def begin(
         self, call: LayerCall, op: RecordedOp, arguments: Mapping[str, Any]
     ) -> BegunOp | None:
@@ -672,37 +687,39 @@ class OpCheck:
         )
 
     def _check_values(self, call: LayerCall, begun: BegunOp, step: Step) -> None:
-        state, settings = self._state, self._state.settings
+        state = self._state
         try:
             made = self._call(call, begun, step)
         except InvalidCall as error:
-            self._reject(call, step, error)
+            contradiction = Observation(
+                kind="arguments",
+                text=str(error),
+                layer=call.known.name,
+                step=step.number,
+                rank=state.rank,
+                argument=error.field,
+            )
+            state.tally.observe([contradiction])
             return
-        found = None
         uncertain = [*begun.reading.unmodelled, *made.unknown_arguments]
         if made.output is None:
             uncertain.append("an output that was not returned")
-        if begun.is_sampled and (uncertain or made.spec.writes_cache):
+        is_checked = begun.is_sampled and not (uncertain or made.spec.writes_cache)
+        if begun.is_sampled and not is_checked:
             what = ", ".join(uncertain)
             state.tally.unchecked[f"values of {begun.op.function} with {what}"] += 1
-        elif begun.is_sampled:
-            found = check_values(
-                made,
-                rows=settings.rows,
-                heads=settings.heads,
-                seed=(step.number << 20) + call.known.index,
-            )
-            state.tally.counts["checked"] += 1
-            state.tally.counts["rows"] += found.rows
-            state.tally.worst = max(state.tally.worst, found.worst)
+        known = call.known
         place = RowsOfOp(
-            layer=call.known.name, step=step, rank=state.rank, first_token=begun.first_token
+            layer=known.name, step=step, rank=state.rank, first_token=begun.first_token
         )
-        wrong = [] if found is None else wrong_values(place, found)
+        wrong: list[Observation] = []
         if made.output is not None:
-            wrong += not_finite(place, made, {one.seq for one in wrong})
+            seed = (step.number << 20) + known.index
+            wrong = check_output(state, place, made, is_sampled=is_checked, seed=seed)
         if wrong or begun.is_requested:
-            self._keep(call, made, step, "wrong" if wrong else "requested", wrong)
+            number = known.number if known.number is not None else known.index
+            name = f"step{step.number:06d}-layer{number}-rank{state.rank}-{call.ops}"
+            self._kept.keep_checked(made, wrong, name=name, layer=known.name, step=step.number)
         state.tally.observe(wrong)
 
     def _call(self, call: LayerCall, begun: BegunOp, step: Step) -> KernelCall:
@@ -711,7 +728,7 @@ class OpCheck:
         origin = Origin(
             op=begun.op.name,
             program="vllm",
-            release=self.release,
+            release=release_of("vllm"),
             platform=platform_of(reading.fields["query"].device),
             backend=type(call.known.impl).__name__,
             layer=call.known.name,
@@ -719,28 +736,6 @@ class OpCheck:
             rank=state.rank,
         )
         return call_of_reading(reading, origin, op=begun.op.op, layout=begun.op.layout)
-
-    def _reject(self, call: LayerCall, step: Step, error: InvalidCall) -> None:
-        """Record arguments that contradict each other."""
-        one = Observation(
-            kind="arguments",
-            text=str(error),
-            layer=call.known.name,
-            step=step.number,
-            rank=self._state.rank,
-            argument=error.field,
-        )
-        self._state.tally.observe([one])
-
-    def _keep(
-        self, call: LayerCall, made: KernelCall, step: Step, why: str, wrong: list[Observation]
-    ) -> None:
-        known = call.known
-        place = known.number if known.number is not None else known.index
-        name = f"step{step.number:06d}-layer{place}-rank{self._state.rank}-{call.ops}"
-        file = self._kept.keep(made, why=why, name=name, layer=known.name, step=step.number)
-        for one in wrong:
-            one.facts["call"] = file
 
 
 def _has_row_per_token(fields: Mapping[str, Any], step: Step, first: int) -> bool:

@@ -191,6 +191,15 @@ class KeptCalls:
         self._wrong: dict[str, int] = {}
         self._is_noted = False
 
+    def keep_checked(
+        self, call: KernelCall, wrong: Sequence[Observation], *, name: str, layer: str, step: int
+    ) -> None:
+        """Save a call that is wrong, or that was requested, and note the file in what is ``wrong``."""
+        why = "wrong" if wrong else "requested"
+        file = self.keep(call, why=why, name=name, layer=layer, step=step)
+        for one in wrong:
+            one.facts["call"] = file
+
     def keep(self, call: KernelCall, *, why: str, name: str, **facts: Any) -> str:
         """Save a call; return the path of its file in the folder, or "" if it was not kept."""
         layer = str(facts.get("layer", ""))

@@ -6,12 +6,10 @@ process. No wrapper raises: an error is logged once, and the program continues u
 
 import dataclasses
 import functools
-import importlib.metadata
 import inspect
 import multiprocessing.util
 import os
 import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +22,10 @@ from attnlab.case.errors import AttnLabError
 from attnlab.case.platforms import platform_of
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.library.op import Op
-from attnlab.recorder.arguments import BoundArguments, binder
+from attnlab.recorder.arguments import BoundArguments, binder, release_of
 from attnlab.recorder.records import call_of, output_of, stated
 from attnlab.recorder.snapshot import copied
-from attnlab.serving.begun_op import check_values, not_finite, wrong_values
+from attnlab.serving.begun_op import Rows, check_output
 from attnlab.serving.capture_state import CaptureState, KeptCalls, Observation, RecordFile
 from attnlab.serving.settings import CaptureSettings
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
@@ -36,62 +34,33 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowsOfCall:
-    """The rows of a call's output; ``op``: the name of its function, ``number``: of the call."""
+class RowsOfCall(Rows):
+    """The rows of a call's output; ``step_number``: the number of the call."""
 
     call: KernelCall
-    op: str
-    number: int
-    rank: int
+    step_number: int
 
-    def seq_of(self, row: int) -> int:
-        """Return the sequence of an output row."""
+    def place_of(self, row: int) -> tuple[int, str | None, int]:
         starts = self.call.query_start_loc.to(torch.int64)
-        return int(torch.searchsorted(starts, row, right=True)) - 1
-
-    def observe(self, kind: str, row: int, text: str, facts: dict[str, Any]) -> Observation:
-        """Return an observation of a row; ``text`` continues "the output of sequence S at position P"."""
-        seq = self.seq_of(row)
-        end = int(self.call.query_start_loc[seq + 1])
-        position = int(self.call.seq_lens[seq]) - end + row
-        return Observation(
-            kind=kind,
-            text=f"the output of sequence {seq} at position {position}{text}",
-            layer=self.op,
-            step=self.number,
-            rank=self.rank,
-            seq=seq,
-            position=position,
-            facts=facts,
-        )
+        seq = int(torch.searchsorted(starts, row, right=True)) - 1
+        return seq, None, int(self.call.seq_lens[seq]) - int(starts[seq + 1]) + row
 
 
 class LibrarySession:
     """The capture of a library's calls in this process; a child that is forked counts its own."""
 
     def __init__(self, settings: CaptureSettings) -> None:
-        self._library = settings.library
+        self._settings, self._library = settings, settings.library or ""
         self._records = RecordFile(Path(settings.out))
-        self._state = CaptureState(settings, self._records)
-        self._kept = KeptCalls(self._records, settings.max_bytes)
-        self._inside = threading.local()
-        self._is_started = False
-        multiprocessing.util.Finalize(None, self._write, exitpriority=100)
-        multiprocessing.util.register_after_fork(self, LibrarySession._forked)
+        self._begin_process()
+        multiprocessing.util.register_after_fork(self, LibrarySession._begin_process)
 
-    def _forked(self) -> None:
-        """Begin anew in a child of multiprocessing, which has lost its parent's finalizers."""
-        self._state = CaptureState(self._state.settings, self._records)
-        self._kept = KeptCalls(self._records, self._state.settings.max_bytes)
+    def _begin_process(self) -> None:
+        """Begin anew, also in a child of multiprocessing, which has lost its parent's finalizers."""
+        self._state = CaptureState(self._settings, self._records)
+        self._kept = KeptCalls(self._records, self._settings.max_bytes)
         self._inside, self._is_started = threading.local(), False
-        multiprocessing.util.Finalize(None, self._write, exitpriority=100)
-
-    def _write(self) -> None:
-        self._state.tally.write()
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Log and record the first error of the capture."""
-        self._state.failed(what, error)
+        multiprocessing.util.Finalize(None, self._state.tally.write, exitpriority=100)
 
     def wrapper(self, ops: Sequence[Op], module: str, original: Function) -> Function:
         """Return a function that makes a call of an op and checks it.
@@ -158,22 +127,13 @@ class LibrarySession:
         self._is_started = True
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._state.rank = torch.distributed.get_rank()
-        facts = {"rank": self._state.rank, "library": self._library, "release": self._release}
-        self._records.write("started", {**facts, "settings": self._state.settings.to_json()})
-
-    @property
-    def _release(self) -> str | None:
-        version = getattr(sys.modules.get(self._library or ""), "__version__", None)
-        if isinstance(version, str):
-            return version
-        try:
-            return importlib.metadata.version(self._library or "")
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        release, settings = release_of(self._library), self._settings.to_json()
+        facts = {"rank": self._state.rank, "library": self._library, "release": release}
+        self._records.write("started", {**facts, "settings": settings})
 
     def _end(self, begun: "_Begun", result: Any) -> None:
         """Check a call that has returned, and keep it if it is wrong or was asked for."""
-        state, settings = self._state, self._state.settings
+        state = self._state
         made, why = self._read(begun, result)
         state.tally.counts["ops"] += 1
         if made is None or why:
@@ -181,25 +141,16 @@ class LibrarySession:
         if made is None:
             return
         wrong: list[Observation] = []
-        place = RowsOfCall(call=made, op=begun.name, number=begun.number, rank=state.rank)
         if begun.is_sampled and not why:
-            found = check_values(made, rows=settings.rows, heads=settings.heads, seed=begun.number)
-            state.tally.counts["checked"] += 1
-            state.tally.counts["rows"] += found.rows
-            state.tally.worst = max(state.tally.worst, found.worst)
-            wrong = wrong_values(place, found)
-            wrong += not_finite(place, made, {one.seq for one in wrong})
+            place = RowsOfCall(
+                call=made, layer=begun.name, step_number=begun.number, rank=state.rank
+            )
+            wrong = check_output(state, place, made, is_sampled=True, seed=begun.number)
         if wrong or begun.is_requested:
             name = f"call{begun.number:06d}-rank{state.rank}-{begun.name.rpartition('.')[2]}"
-            file = self._kept.keep(
-                made,
-                why="wrong" if wrong else "requested",
-                name=f"{name}-{os.getpid()}",
-                layer=begun.name,
-                step=begun.number,
+            self._kept.keep_checked(
+                made, wrong, name=f"{name}-{os.getpid()}", layer=begun.name, step=begun.number
             )
-            for one in wrong:
-                one.facts["call"] = file
         state.tally.observe(wrong)
 
     def _read(self, begun: "_Begun", result: Any) -> tuple[KernelCall | None, str]:
@@ -233,7 +184,7 @@ class LibrarySession:
         return Origin(
             op=begun.name,
             program=self._library,
-            release=self._release,
+            release=release_of(self._library),
             platform=platform_of(device),
             step=begun.number,
             rank=self._state.rank,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.library.op import Op, ops_of
-from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.patches import Function, Patches, by_module
 from attnlab.serving.settings import SETTINGS, CaptureSettings
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ _wrapped: list[Patches] = []
 
 def patches_of(settings: CaptureSettings, library: str) -> Patches:
     """Return the wrappers of a library's attention ops; each starts the capture of its process if needed."""
-    records = dict[str, list[Op]]()
+    records = dict[tuple[str, str], list[Op]]()
     for op in ops_of(library):
         for module in op.import_names if op.scores else ():
-            records.setdefault(f"{module}.{op.function}", []).append(op)
+            records.setdefault((module, op.function), []).append(op)
     sessions: list[LibrarySession] = []
 
     def wrap(module: str, name: str, original: Function) -> Function | None:
@@ -79,16 +79,12 @@ def patches_of(settings: CaptureSettings, library: str) -> Patches:
 
             if not sessions:
                 sessions.append(LibrarySession(settings))
-            return sessions[0].wrapper(records[f"{module}.{name}"], module, original)
+            return sessions[0].wrapper(records[module, name], module, original)
         except Exception as error:
             print(f"attnlab does not check {module}.{name}: {error}", file=sys.stderr)
             return None
 
-    targets: dict[str, list[str]] = {}
-    for place in records:
-        module, _, name = place.rpartition(".")
-        targets.setdefault(module, []).append(name)
-    return Patches(targets, wrap)
+    return Patches(by_module(records), wrap)
 
 
 SITE = Path(__file__).parent / "site"

@@ -13,7 +13,7 @@ from attnlab.case.shown import Document, Shown, json_fields
 from attnlab.library.op import package_of
 from attnlab.serving.capture_state import KINDS, Observation, read_records
 from attnlab.serving.settings import SETTINGS, CaptureSettings
-from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Row, Sheet, Tone, Value, Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,29 +125,26 @@ def read_report(folder: Path, *, exit_code: int | None = None) -> CaptureReport:
     records = read_records(folder)
     lines = [line for one in records.values() for line in one]
     processes = tuple(
-        _process(name, one) for name, one in records.items() if _first(one, "started")
+        _process(name, one) for name, one in records.items() if _of_event(one, "started")
     )
     unchecked: Counter[str] = Counter()
     for one in records.values():
-        unchecked.update(_last(one, "counts").get("unchecked", {}))
-    notes = [line["text"] for line in lines if line["event"] == "note"]
+        unchecked.update(_counts(one).get("unchecked", {}))
+    notes = [line["text"] for line in _of_event(lines, "note")]
     library = _library(folder)
     if not processes:
         called = "" if library is None else NO_CALL.format(title=package_of(library).title)
         notes.append(called or NO_PROCESS)
-    notes += _graph_notes(processes) if library is None else _library_graph_notes(processes)
+    if any(one.counts.get("graph_steps", 0) for one in processes):
+        notes.append(_graph_note(processes, library))
     return CaptureReport(
         folder=str(folder),
         found=_merged(records.values()),
         processes=processes,
-        saved=tuple(
-            {k: v for k, v in line.items() if k != "event"}
-            for line in lines
-            if line["event"] == "saved"
-        ),
+        saved=tuple(_of_event(lines, "saved")),
         unchecked=unchecked,
         notes=tuple(dict.fromkeys(notes)),
-        errors=tuple(dict.fromkeys(line["text"] for line in lines if line["event"] == "error")),
+        errors=tuple(dict.fromkeys(line["text"] for line in _of_event(lines, "error"))),
         exit_code=exit_code,
         library=library,
     )
@@ -162,68 +159,56 @@ def _library(folder: Path) -> str | None:
 
 
 def _process(name: str, lines: Sequence[Mapping[str, Any]]) -> ProcessRecord:
-    counts = _last(lines, "counts")
+    counts = _counts(lines)
     return ProcessRecord(
         name=name,
-        started={k: v for k, v in _first(lines, "started").items() if k != "event"},
+        started=_of_event(lines, "started")[0],
         counts=counts.get("counts", {}),
         worst=float(counts.get("worst", 0.0)),
     )
 
 
-def _graph_notes(processes: Sequence[ProcessRecord]) -> list[str]:
-    """Return a sentence about steps that ran inside a full CUDA graph, with the way to avoid it."""
-    graphs = sum(one.counts.get("graph_steps", 0) for one in processes)
-    if not graphs:
-        return []
-    steps = sum(one.counts.get("steps", 0) for one in processes)
+def _graph_note(processes: Sequence[ProcessRecord], library: str | None) -> str:
+    """Return a sentence about steps or calls inside a full CUDA graph, with the way to avoid it."""
+    graphs, steps = (
+        sum(one.counts.get(name, 0) for one in processes) for name in ("graph_steps", "steps")
+    )
+    if library is not None:
+        return (
+            f"{graphs} calls were captured in CUDA graphs, whose replays do not call the ops from Python: "
+            "their values were not checked. To check them, start the server without CUDA graphs"
+        )
     modes = ", ".join(sorted({str(one.started.get("cudagraph_mode")) for one in processes}))
-    return [
+    return (
         f"{graphs} of {steps} steps called no attention layer from Python (cudagraph_mode {modes}): a full "
         "CUDA graph replays its kernels. Of these steps only block tables, lengths and slots were checked, "
         "no values and no arguments. To check them, run vLLM with --enforce-eager, or with "
         '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
-    ]
+    )
 
 
-def _library_graph_notes(processes: Sequence[ProcessRecord]) -> list[str]:
-    """Return a sentence about calls that a CUDA graph captured, with the way to avoid it."""
-    graphs = sum(one.counts.get("graph_steps", 0) for one in processes)
-    if not graphs:
-        return []
+def _of_event(lines: Sequence[Mapping[str, Any]], event: str) -> list[dict[str, Any]]:
+    """Return the facts of the lines of an event."""
     return [
-        f"{graphs} calls were captured in CUDA graphs, whose replays do not call the ops from Python: their "
-        "values were not checked. To check them, start the server without CUDA graphs"
+        {k: v for k, v in line.items() if k != "event"} for line in lines if line["event"] == event
     ]
 
 
-def _first(lines: Sequence[Mapping[str, Any]], event: str) -> Mapping[str, Any]:
-    return next((line for line in lines if line["event"] == event), {})
-
-
-def _last(lines: Sequence[Mapping[str, Any]], event: str) -> Mapping[str, Any]:
-    return _first(lines[::-1], event)
+def _counts(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the facts of the last line of counts."""
+    return [{}, *_of_event(lines, "counts")][-1]
 
 
 def _merged(records: Any) -> tuple[Found, ...]:
     """Join the observations of different layers that are otherwise equal."""
     groups: dict[tuple[Any, ...], list[tuple[Observation, int, int]]] = {}
     for lines in records:
-        repeated = {tuple(one["key"]): one for one in _last(lines, "counts").get("repeated", ())}
-        for line in lines:
-            if line["event"] == "observation":
-                one = Observation(**{k: v for k, v in line.items() if k != "event"})
-                more = repeated.get(one.key, {"times": 1, "last_step": one.step})
-                key = (
-                    one.kind,
-                    one.rank,
-                    one.request,
-                    one.block,
-                    one.argument,
-                    one.step,
-                    one.position,
-                )
-                groups.setdefault(key, []).append((one, more["times"], more["last_step"]))
+        repeated = {tuple(one["key"]): one for one in _counts(lines).get("repeated", ())}
+        for line in _of_event(lines, "observation"):
+            one = Observation(**line)
+            more = repeated.get(one.key, {"times": 1, "last_step": one.step})
+            key = (one.kind, one.rank, one.request, one.block, one.argument, one.step, one.position)
+            groups.setdefault(key, []).append((one, more["times"], more["last_step"]))
     found = [
         Found(
             first=group[0][0],
@@ -271,22 +256,18 @@ def _diagnosis(path: Path) -> str:
 def capture_report(one: CaptureReport) -> Sheet:
     """Return what was found, what was checked, and what was not."""
     summary, tone = _summary(one)
-    parts: list[Part] = []
-    if one.found:
-        rows = [_row(found, one.unit) for found in one.found]
-        parts.append(Grid(["what", "where", "evidence"], rows, most=len(rows)))
-    parts.append(Facts([("folder", one.folder), *_checked(one)]))
-    parts += [Facts([("process", _sheet_process(process))]) for process in one.processes[:8]]
-    not_checked = [f"{what}: {times} times" for what, times in one.unchecked.items()]
-    if not_checked:
-        parts.append(Lines([Words("not checked", "warn"), *not_checked]))
-    if one.notes or one.errors:
-        parts.append(Lines([*one.notes, *(Words(text, "odd") for text in one.errors)]))
-    return Sheet(
-        kind="Capture",
-        line=f"<CaptureReport: {summary}>",
-        head=Words(summary, tone),
-        parts=parts,
+    rows = [_row(found, one.unit) for found in one.found]
+    unchecked = [f"{what}: {times} times" for what, times in one.unchecked.items()]
+    return Sheet.of(
+        "Capture",
+        summary,
+        Grid(["what", "where", "evidence"], rows, most=len(rows)),
+        Facts([("folder", one.folder), *_checked(one)]),
+        *(Facts([("process", _sheet_process(process))]) for process in one.processes[:8]),
+        Lines([Words("not checked", "warn"), *unchecked]) if unchecked else None,
+        Lines([*one.notes, *(Words(text, "odd") for text in one.errors)]),
+        tone=tone,
+        name="CaptureReport",
     )
 
 

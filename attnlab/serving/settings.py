@@ -110,12 +110,8 @@ def parse_range(name: str, text: str) -> tuple[int, int]:
 
 _UNITS = {
     "": 1,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMG", 1)},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMG", 1)},
 }
 
 

@@ -273,10 +273,10 @@ class Ownership:
         self.shadows.write(layer, step.number, slots, numbers)
         if not len(outside):
             return []
-        seq, request = step.request_of_row(int(outside[0]))
+        seq, _ = step.request_of_row(int(outside[0]))
         slot = int(slot_mapping[outside[0]])
         text = f"slot_mapping names slot {slot} of a cache with {num_slots} slots"
-        return [self._observe("outside", text, layer, step, seq=seq, request=request, slot=slot)]
+        return [self._observe("outside", text, layer, step, seq=seq, slot=slot)]
 
     def read(self, known: KnownLayer, step: Step, reads: ReadArguments) -> list[Observation]:
         """Return an observation for each block that holds other tokens than those that a row should see."""
@@ -370,9 +370,8 @@ class Ownership:
             here = np.flatnonzero(blocks == block)
             position, slot = int(positions[here[0]]), int(slots[here[0]])
             kind, holds, facts = self._judge(shadow, step, seq, position, slot)
-            request = step.requests[seq]
             text = (
-                f"request {request.name} reads position {position} from slot {slot} "
+                f"request {step.requests[seq].name} reads position {position} from slot {slot} "
                 f"(block {block}, offset {slot % size}), {holds}"
             )
             more = f"; {len(here)} slots of the block" if len(here) > 1 else ""
@@ -382,7 +381,6 @@ class Ownership:
                 layer,
                 step,
                 seq=seq,
-                request=request,
                 position=position,
                 block=block,
                 slot=slot,
@@ -424,7 +422,6 @@ class Ownership:
         step: Step,
         *,
         seq: int,
-        request: Request,
         position: int | None = None,
         block: int | None = None,
         **facts: object,
@@ -435,7 +432,7 @@ class Ownership:
             layer=layer,
             step=step.number,
             rank=self.rank,
-            request=request.name,
+            request=step.requests[seq].name,
             seq=seq,
             position=position,
             block=block,

@@ -14,19 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlab.recorder.arguments import RecordedOp, binder
+from attnlab.recorder.arguments import RecordedOp, binder, release_of
 from attnlab.recorder.ops import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
-from attnlab.serving.batch import (
-    Arguments,
-    LayerCall,
-    Layers,
-    Step,
-    hook_builder,
-    hook_impl,
-    layers_of,
-    unchecked_slots,
-)
+from attnlab.serving.batch import LayerCall, Layers, Step, layers_of, unchecked_slots
 from attnlab.serving.begun_op import BegunOp, OpCheck
 from attnlab.serving.capture_state import CaptureState, KeptCalls, RecordFile
 from attnlab.serving.settings import CaptureSettings
@@ -35,22 +26,22 @@ from attnlab.serving.slots import FollowedSlots
 _LATE = "scale, soft cap, sinks and ALiBi slopes of layers built before the capture began"
 
 
+Arguments = Callable[[], Mapping[str, Any]]
+_METHODS = ("forward", "forward_mqa", "forward_mha", "do_kv_cache_update")
+
+
 class Session:
-    """A capture in this process: ``state``, and the ``slots`` of its layers."""
+    """A capture in this process: ``state``, the ``slots`` of its layers, and the ``check`` of their ops."""
 
     def __init__(self, settings: CaptureSettings, records: RecordFile) -> None:
         self.state = CaptureState(settings, records)
         self.slots = FollowedSlots(self.state)
-        self._check = OpCheck(self.state, self.slots, KeptCalls(records, settings.max_bytes))
+        self.check = OpCheck(self.state, self.slots, KeptCalls(records, settings.max_bytes))
         self._layers: Layers | None = None
         self._scheduled: Any = None
         self._is_off = False
         self._forwards = 0  # before this step
         atexit.register(self.state.tally.write)
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Log and record the first error of the capture."""
-        self.state.failed(what, error)
 
     # Steps.
 
@@ -99,7 +90,7 @@ class Session:
                 "implementations": backends,
                 "cudagraph_mode": getattr(mode, "name", str(mode)),
                 "settings": self.state.settings.to_json(),
-                "release": self._check.release,
+                "release": release_of("vllm"),
             },
         )
 
@@ -192,10 +183,6 @@ class Session:
         call = self.state.call = LayerCall(known=known, method=method)
         return call
 
-    def layer_left(self, call: LayerCall) -> None:
-        """End a call of a layer, also after an error."""
-        self.state.call = None
-
     def layer_ended(self, call: LayerCall, arguments: Arguments) -> None:
         """Check what no op in the layer's call has shown."""
         step = self.state.step
@@ -218,29 +205,6 @@ class Session:
                     self.slots.wrote(call.known, step, mapping)
                 self.slots.read_by_metadata(call.known, step)
 
-    # Calls of ops.
-
-    def op_begins(self, call: LayerCall, op: RecordedOp, arguments: Arguments) -> BegunOp | None:
-        """Begin a call of an op."""
-        begun = None
-        with self.state.guarded(op.name):
-            begun = self._check.begin(call, op, arguments())
-        return begun
-
-    def op_ended(self, call: LayerCall, begun: BegunOp, result: Any) -> None:
-        """Check a call of an op that has returned."""
-        if self.state.step is not None:
-            with self.state.guarded(begun.op.name):
-                call.ops += 1
-                self._check.end(call, begun, result, self.state.step)
-
-    def op_wrote(self, call: LayerCall, arguments: Arguments) -> None:
-        """Follow a cache write."""
-        if self.state.step is not None and call.known.is_decoder:
-            with self.slots.guarded():
-                call.writes += 1
-                self.slots.wrote(call.known, self.state.step, arguments()["slot_mapping"])
-
 
 def _tensor(buffer: Any) -> torch.Tensor:
     """Return the device tensor of one of vLLM's buffers, or the tensor itself."""
@@ -249,27 +213,18 @@ def _tensor(buffer: Any) -> torch.Tensor:
 
 
 # Ops that write the cache and have a parameter slot_mapping (vLLM 0.11.2 to 0.33.0).
+_CUSTOM_WRITES = (
+    "cpu_attn_reshape_and_cache", "reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla",
+)  # fmt: skip
 WRITE_OPS = frozenset(
-    {
+    (
+        *(f"vllm._custom_ops.{name}" for name in _CUSTOM_WRITES),
         *(
-            f"vllm._custom_ops.{name}"
-            for name in (
-                "cpu_attn_reshape_and_cache",
-                "reshape_and_cache",
-                "reshape_and_cache_flash",
-                "concat_and_cache_mla",
-            )
-        ),
-        *(
-            f"{folder}.triton_reshape_and_cache_flash.{name}"
+            f"{folder}.triton_reshape_and_cache_flash.triton_reshape_and_cache_flash{ending}"
             for folder in ("vllm.v1.attention.ops", "vllm.attention.ops")
-            for name in (
-                "triton_reshape_and_cache_flash",
-                "triton_reshape_and_cache_flash_diffkv",
-                "triton_reshape_and_cache_flash_per_token_head_quant",
-            )
+            for ending in ("", "_diffkv", "_per_token_head_quant")
         ),
-    }
+    )
 )
 
 
@@ -282,14 +237,18 @@ def attention_wrapper(session: Session, op: RecordedOp, original: Function) -> F
         call = session.current()
         if call is None or call.is_in_op:
             return original(*args, **kwargs)
-        begun = session.op_begins(call, op, lambda: bind(args, kwargs))
+        begun: BegunOp | None = None
+        with session.state.guarded(op.name):
+            begun = session.check.begin(call, op, bind(args, kwargs))
         call.is_in_op = True
         try:
             result = original(*args, **kwargs)
         finally:
             call.is_in_op = False
-        if begun is not None:
-            session.op_ended(call, begun, result)
+        if begun is not None and session.state.step is not None:
+            with session.state.guarded(op.name):
+                call.ops += 1
+                session.check.end(call, begun, result, session.state.step)
         return result
 
     return checking
@@ -302,9 +261,12 @@ def write_wrapper(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def writing(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        call = session.current()
-        if call is not None:
-            session.op_wrote(call, lambda: signature.bind(*args, **kwargs).arguments)
+        call, step = session.current(), session.state.step
+        if call is not None and step is not None and call.known.is_decoder:
+            with session.slots.guarded():
+                call.writes += 1
+                slot_mapping = signature.bind(*args, **kwargs).arguments["slot_mapping"]
+                session.slots.wrote(call.known, step, slot_mapping)
         return result
 
     return writing
@@ -328,7 +290,7 @@ def start(text: str) -> Session:
     session = Session(settings, RecordFile(Path(settings.out)))
     ops = {
         op.name: op
-        for op in recorded_ops(on_error=session.failed)
+        for op in recorded_ops(on_error=session.state.failed)
         # Reading the pages of a wrapper's plan waits for the GPU.
         if not (op.name.startswith("torch.") or op.writes_cache or "." in op.function)
     }
@@ -364,7 +326,7 @@ def _wrapper(
         else:
             return attention_wrapper(session, ops[f"{module}.{name}"], original)
     except Exception as error:
-        session.failed(f"{module}.{name}", error)
+        session.state.failed(f"{module}.{name}", error)
     return None
 
 
@@ -382,13 +344,11 @@ def hook_runner(session: Session, runner_class: Any) -> None:
             before=lambda runner, args, kwargs: session.batch_of_runner(runner),
         )
     if "prepare_attn" in vars(runner_class):
-        _around(
-            runner_class,
-            "prepare_attn",
-            before=lambda runner, args, kwargs: session.batch_of_input(
-                args[0] if args else kwargs["input_batch"]
-            ),
-        )
+
+        def batch(runner: Any, args: Any, kwargs: Any) -> None:
+            session.batch_of_input(args[0] if args else kwargs["input_batch"])
+
+        _around(runner_class, "prepare_attn", before=batch)
 
 
 def hook_layer(session: Session, layer_class: Any) -> None:
@@ -398,6 +358,47 @@ def hook_layer(session: Session, layer_class: Any) -> None:
         session.asked(layer, layer_class.__init__.__wrapped__, args, kwargs)
 
     _around(layer_class, "__init__", after_success=note)
+
+
+def hook_impl(session: Session, impl_class: type) -> None:
+    """Hook the methods of an implementation's class, and of no class twice."""
+    for name in _METHODS:
+        original = getattr(impl_class, name, None)
+        if original is not None and not getattr(original, "is_attnlab", False):
+            setattr(impl_class, name, _hooked(session, name, original))
+
+
+def _hooked(session: Session, name: str, original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = session.layer_begins(self, name)
+        if call is None:
+            return original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            session.state.call = None
+        session.layer_ended(call, lambda: signature.bind(self, *args, **kwargs).arguments)
+        return result
+
+    method.is_attnlab = True  # type: ignore[attr-defined]
+    return method
+
+
+def hook_builder(session: Session, builder_class: Any) -> None:
+    """Hook ``build`` of a metadata builder's class, which gets the batch in one form for all backends."""
+    original = getattr(builder_class, "build", None)
+    if original is None or getattr(original, "is_attnlab", False):
+        return
+    signature = inspect.signature(original)
+
+    def built(builder: Any, args: Any, kwargs: Any) -> None:
+        session.built(builder, lambda: signature.bind(builder, *args, **kwargs).arguments)
+
+    _around(builder_class, "build", before=built)
+    builder_class.build.is_attnlab = True
 
 
 def _around(
