@@ -299,14 +299,10 @@ class CaseFields(Shown):
     )
 
 
-FIELDS: dict[str, "dataclasses.Field[Any]"] = {
-    field.name: field for field in dataclasses.fields(CaseFields)
-}
-
-
-_TYPES: dict[str, FieldType] = {name: field.metadata["kind"] for name, field in FIELDS.items()}
+FIELDS: dict[str, "dataclasses.Field[Any]"] = CaseFields.__dataclass_fields__
 
 
 def field_type(name: str) -> FieldType:
     """Return what the field ``name`` may hold."""
-    return _TYPES[name]
+    kind: FieldType = FIELDS[name].metadata["kind"]
+    return kind

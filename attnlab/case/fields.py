@@ -134,9 +134,18 @@ class FieldType(Protocol):
 
     def parse(self, name: str, text: str) -> Any:
         """Return the value that the command-line ``text`` denotes, unchecked; raise InvalidCase."""
+        try:
+            return self._read(text)
+        except (ValueError, KeyError):
+            refuse(name, self.allowed, text)
+
+    def _read(self, text: str) -> Any:
+        """Return the value of a text; raise ValueError or KeyError for another."""
+        return text
 
     def text(self, value: Any) -> str:
         """Return the text that :meth:`parse` reads as ``value``."""
+        return str(value)
 
     @property
     def allowed(self) -> str:
@@ -144,7 +153,7 @@ class FieldType(Protocol):
 
 
 @dataclass(frozen=True)
-class OneOf:
+class OneOf(FieldType):
     """One of several names; ``meanings`` has what each does, for --help-all, if the names do not say it."""
 
     choices: tuple[str, ...]
@@ -158,12 +167,6 @@ class OneOf:
         if not isinstance(value, str) or value not in self.choices:
             refuse(name, self.allowed, value, suggestion(value, self.choices))
         return value
-
-    def parse(self, name: str, text: str) -> str:
-        return text
-
-    def text(self, value: Any) -> str:
-        return str(value)
 
 
 # A user's kernel as a backend: a function in a file or a module, or an entry point of group attnlab.kernels.
@@ -268,7 +271,7 @@ def check_plugin_file(backend: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Int:
+class Int(FieldType):
     """An integer of at least ``least`` and at most ``most``."""
 
     least: int
@@ -285,18 +288,12 @@ class Int:
             refuse(name, self.allowed, value)
         return value
 
-    def parse(self, name: str, text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            refuse(name, self.allowed, text)
-
-    def text(self, value: Any) -> str:
-        return str(value)
+    def _read(self, text: str) -> int:
+        return int(text)
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(FieldType):
     """A finite number above 0, or at least 0 with ``zero``."""
 
     zero: bool = False
@@ -316,18 +313,15 @@ class Number:
             refuse(name, self.allowed, value)
         return number
 
-    def parse(self, name: str, text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            refuse(name, self.allowed, text)
+    def _read(self, text: str) -> float:
+        return float(text)
 
     def text(self, value: Any) -> str:
         return repr(float(value))
 
 
 @dataclass(frozen=True)
-class Flag:
+class Flag(FieldType):
     """True or false."""
 
     allowed: str = "true or false"
@@ -337,10 +331,8 @@ class Flag:
             refuse(name, self.allowed, value)
         return value
 
-    def parse(self, name: str, text: str) -> bool:
+    def _read(self, text: str) -> bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if text.lower() not in words:
-            refuse(name, self.allowed, text)
         return words[text.lower()]
 
     def text(self, value: Any) -> str:
@@ -348,7 +340,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Lens:
+class Lens(FieldType):
     """A non-empty tuple of token counts of at least ``least``; on a command line "880,410,1"."""
 
     least: int
@@ -364,18 +356,15 @@ class Lens:
             Int(self.least).check(f"{name}[{i}]", n)
         return tuple(value)
 
-    def parse(self, name: str, text: str) -> list[int]:
-        try:
-            return [int(n) for n in text.split(",")]
-        except ValueError:
-            refuse(name, self.allowed, text)
+    def _read(self, text: str) -> list[int]:
+        return [int(n) for n in text.split(",")]
 
     def text(self, value: Any) -> str:
         return ",".join(map(str, value))
 
 
 @dataclass(frozen=True)
-class Span:
+class Span(FieldType):
     """A non-empty range of indices A to B - 1; on a command line "A:B"."""
 
     allowed: str = f"a range A:B with 0 <= A < B <= {2**31 - 1}"
@@ -388,18 +377,15 @@ class Span:
             refuse(name, self.allowed, value)
         return first, last
 
-    def parse(self, name: str, text: str) -> list[int]:
-        try:
-            return [int(n) for n in text.split(":")]
-        except ValueError:
-            refuse(name, self.allowed, text)
+    def _read(self, text: str) -> list[int]:
+        return [int(n) for n in text.split(":")]
 
     def text(self, value: Any) -> str:
         return ":".join(map(str, value))
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(FieldType):
     """Rows of numbers, one row per sequence; on a command line JSON, "[[3,1],[0,2]]"."""
 
     noun: str = "block numbers"
@@ -416,18 +402,15 @@ class Table:
             refuse(name, self.allowed, value)
         return rows
 
-    def parse(self, name: str, text: str) -> Any:
-        try:
-            return json.loads(text)
-        except ValueError:
-            refuse(name, self.allowed, text)
+    def _read(self, text: str) -> Any:
+        return json.loads(text)
 
     def text(self, value: Any) -> str:
         return json.dumps(value)
 
 
 @dataclass(frozen=True)
-class Maybe:
+class Maybe(FieldType):
     """Another type, or None, which means ``meaning``."""
 
     kind: FieldType

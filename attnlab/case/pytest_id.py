@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NoReturn
 
@@ -233,21 +233,21 @@ def nonstandard_blocks(values: Values) -> dict[str, Any]:
 _LITERALS = {"None": None, "True": True, "False": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UpstreamTest:
     """A test of vLLM in one of its releases.
 
     - ``release``: "" if its Case is one of the default release.
+    - ``fields``: makes the fields of the Case from the values.
     - ``parameters``: their names in the order of the id, which is from the last decorator to the first.
     - ``lists``: the values of the parameters that an id writes as a name and a number.
-    - ``fields``: makes the fields of the Case from the values.
     - ``missing``: names what a Case with these fields lacks to be the test, in words; "" if nothing.
     """
 
     release: str
-    parameters: tuple[str, ...]
-    lists: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     fields: Callable[[Values], dict[str, Any]]
+    parameters: tuple[str, ...]
+    lists: Mapping[str, tuple[Any, ...]]
     missing: Callable[[Values], str] = lambda values: ""
 
     def likeness(self, words: list[str]) -> int:
@@ -282,26 +282,27 @@ _UNIFIED = ("block_size", "head_size", "num_heads", "seq_lens")
 _CAPPED = ("seq_threshold_3D", "num_blocks", "soft_cap", "sliding_window", *_UNIFIED)
 _QUERIES = ("q_dtype", "num_blocks", "soft_cap", "dtype", "sliding_window", *_UNIFIED)
 _DECODE = ("PAGE_SIZE", "CACHE_SIZE", "D_V", "D_QK", "H_KV", "H_Q", "L", "B")
+_SPLIT = ("seq_threshold_3D", "num_blocks", *_UNIFIED)
+_SPLIT_QUERIES = ("seq_threshold_3D", *_QUERIES)
 _WRITE = (
     *("kv_cache_dtype", "device", "seed", "dtype", "num_blocks", "block_size"),
     *("head_size", "num_heads", "num_tokens"),
 )
+_OLD_WRITE = ("implementation", "kv_cache_layout", *_WRITE)
+_NEW_WRITE = ("implementation", "kv_scale_type", "kv_cache_layout", *_WRITE)
 _MERGE = ("head_size", "num_query_heads", "num_tokens")
+_NEW_MERGE = ("input_dtype", *_MERGE, "prefill_tokens_with_context", "use_fp8")
 _PAGED = (
     *("device", "seed", "kv_cache_dtype", "dtype", "block_size", "use_alibi"),
     *("head_size", "num_heads", "num_seqs"),
 )
 _SHAPE = ("head_size", "num_queries_per_kv", "num_heads")
+_BLOCKS = (
+    *("interleave_v", "op", "device", "dtype"),
+    *("num_heads", "num_queries_per_kv", "head_size", "block_size"),
+)
 _ALIBI = ("op", "device", "kv_cache_dtype", "dtype", *_SHAPE)
 _PLAIN = ("op", "sliding_window", "device", "kv_cache_dtype", "dtype", *_SHAPE)
-_SEQ_LENS = (
-    ((1, 1328), (5, 18), (129, 463)),
-    ((1, 523), (1, 37), (1, 2011)),
-    ((1, 1),) * 533,
-    ((533, 533),) * 533,
-)
-_HEADS = ((4, 4), (8, 2), (5, 1))
-_BF16, _DTYPES = ("bfloat16",), ("float32", "float16", "bfloat16")
 
 
 def _always(text: str) -> Callable[[Values], str]:
@@ -310,13 +311,29 @@ def _always(text: str) -> Callable[[Values], str]:
 
 def _prefix_prefill(parameters: tuple[str, ...], dtype: str) -> tuple[UpstreamTest, ...]:
     """Return both forms of a test of test_prefix_prefill.py; 0.33.0 begins with ``interleave_v``."""
-    lists = {"dtype": (dtype,)}
-    return tuple(
-        UpstreamTest(release="", parameters=names, lists=lists, fields=contexted)
-        for names in (parameters, ("interleave_v", *parameters))
-    )
+    forms = (parameters, ("interleave_v", *parameters))
+    return tuple(UpstreamTest("", contexted, names, {"dtype": (dtype,)}) for names in forms)
 
 
+_SEQ_LENS = (
+    ((1, 1328), (5, 18), (129, 463)),
+    ((1, 523), (1, 37), (1, 2011)),
+    ((1, 1),) * 533,
+    ((533, 533),) * 533,
+)
+_HEADS = ((4, 4), (8, 2), (5, 1))
+_BF16, _DTYPES = ("bfloat16",), ("float32", "float16", "bfloat16")
+_OF_UNIFIED = {
+    "q_dtype": (None, "fp8"),
+    "dtype": _BF16,
+    "num_heads": _HEADS,
+    "seq_lens": _SEQ_LENS[:2],
+}
+_OLD_UNIFIED = {**_OF_UNIFIED, "num_heads": _HEADS[:2]}
+_OF_MERGE = {"output_dtype": _DTYPES, "input_dtype": _DTYPES}
+_OF_WRITE = {"dtype": ("bfloat16", "float32")}
+_OF_PAGED = {"dtype": ("bfloat16", "float16"), "num_heads": ((32, 8), (40, 40), (64, 8))}
+_OLD_PAGED = {"dtype": _BF16, "num_heads": ((40, 40), (64, 8))}
 # By the name of the test, one record for each form of its ids.
 TESTS: dict[str, tuple[UpstreamTest, ...]] = {
     "test_contexted_kv_attention": _prefix_prefill(_PLAIN, "float16"),
@@ -324,128 +341,44 @@ TESTS: dict[str, tuple[UpstreamTest, ...]] = {
     "test_contexted_kv_attention_f32": _prefix_prefill(_PLAIN, "float32"),
     "test_contexted_kv_attention_alibi_f32": _prefix_prefill(_ALIBI, "float32"),
     "test_triton_unified_attn": (
-        UpstreamTest(
-            release="0.11.2",
-            parameters=_QUERIES,
-            lists={
-                "q_dtype": (None, "fp8"),
-                "dtype": _BF16,
-                "num_heads": _HEADS[:2],
-                "seq_lens": _SEQ_LENS[:2],
-            },
-            fields=unified,
-            missing=unified_missing,
-        ),
-        UpstreamTest(
-            release="0.33.0",
-            parameters=("seq_threshold_3D", *_QUERIES),
-            lists={
-                "q_dtype": (None, "fp8"),
-                "dtype": _BF16,
-                "num_heads": _HEADS,
-                "seq_lens": _SEQ_LENS[:2],
-            },
-            fields=unified,
-            missing=unified_missing,
-        ),
+        UpstreamTest("0.11.2", unified, _QUERIES, _OLD_UNIFIED, unified_missing),
+        UpstreamTest("0.33.0", unified, _SPLIT_QUERIES, _OF_UNIFIED, unified_missing),
     ),
     "test_triton_unified_attn_bf16_query_fp8_kv": (
-        UpstreamTest(
-            release="0.33.0",
-            parameters=("seq_threshold_3D", "num_blocks", *_UNIFIED),
-            lists={"num_heads": _HEADS, "seq_lens": _SEQ_LENS[:2]},
-            fields=unified_fp8_cache,
-        ),
+        UpstreamTest("0.33.0", unified_fp8_cache, _SPLIT, _OF_UNIFIED),
     ),
     "test_triton_unified_attn_fp16_input_fp8_output": (
         UpstreamTest(
-            release="0.33.0",
-            parameters=_CAPPED,
-            lists={"num_heads": _HEADS, "seq_lens": _SEQ_LENS},
-            fields=unified_fp8_output,
-            missing=_always("an FP8 output"),
+            "0.33.0",
+            unified_fp8_output,
+            _CAPPED,
+            {**_OF_UNIFIED, "seq_lens": _SEQ_LENS},
+            _always("an FP8 output"),
         ),
     ),
     "test_triton_unified_attn_use_td": (
         UpstreamTest(
-            release="0.33.0",
-            parameters=_CAPPED,
-            lists={"num_heads": _HEADS, "seq_lens": _SEQ_LENS[:2]},
-            fields=unified,
-            missing=_always("tensor descriptors (use_td)"),
+            "0.33.0", unified, _CAPPED, _OF_UNIFIED, _always("tensor descriptors (use_td)")
         ),
     ),
-    "test_decode_attention": (
-        UpstreamTest(release="0.33.0", parameters=_DECODE, fields=decode, missing=decode_missing),
-    ),
-    "test_decode_attention_fp8": (
-        UpstreamTest(
-            release="0.33.0",
-            parameters=_DECODE,
-            fields=decode_fp8,
-            missing=decode_missing,
-        ),
-    ),
+    "test_decode_attention": (UpstreamTest("0.33.0", decode, _DECODE, {}, decode_missing),),
+    "test_decode_attention_fp8": (UpstreamTest("0.33.0", decode_fp8, _DECODE, {}, decode_missing),),
     "test_merge_attn_states": (
-        UpstreamTest(
-            release="0.11.2",
-            parameters=("output_dtype", *_MERGE),
-            lists={"output_dtype": _DTYPES},
-            fields=merge,
-        ),
-        UpstreamTest(
-            release="0.33.0",
-            parameters=("input_dtype", *_MERGE, "prefill_tokens_with_context", "use_fp8"),
-            lists={"input_dtype": _DTYPES},
-            fields=merge,
-            missing=merge_missing,
-        ),
+        UpstreamTest("0.11.2", merge, ("output_dtype", *_MERGE), _OF_MERGE),
+        UpstreamTest("0.33.0", merge, _NEW_MERGE, _OF_MERGE, merge_missing),
     ),
     "test_reshape_and_cache_flash": (
-        UpstreamTest(
-            release="0.11.2",
-            parameters=("implementation", "kv_cache_layout", *_WRITE),
-            lists={"dtype": ("bfloat16", "float32")},
-            fields=write,
-            missing=write_missing,
-        ),
-        UpstreamTest(
-            release="0.33.0",
-            parameters=("implementation", "kv_scale_type", "kv_cache_layout", *_WRITE),
-            lists={"dtype": ("bfloat16", "float32")},
-            fields=write,
-            missing=write_missing,
-        ),
+        UpstreamTest("0.11.2", write, _OLD_WRITE, _OF_WRITE, write_missing),
+        UpstreamTest("0.33.0", write, _NEW_WRITE, _OF_WRITE, write_missing),
     ),
     "test_paged_attention": (
+        UpstreamTest("0.11.2", paged, (*_PAGED, "version"), _OLD_PAGED, paged_missing),
         UpstreamTest(
-            release="0.11.2",
-            parameters=(*_PAGED, "version"),
-            lists={"dtype": _BF16, "num_heads": ((40, 40), (64, 8))},
-            fields=paged,
-            missing=paged_missing,
-        ),
-        UpstreamTest(
-            release="0.33.0",
-            parameters=("use_interleaved_v_cache", *_PAGED),
-            lists={
-                "dtype": ("bfloat16", "float16"),
-                "num_heads": ((32, 8), (40, 40), (64, 8)),
-            },
-            fields=paged,
-            missing=paged_missing,
+            "0.33.0", paged, ("use_interleaved_v_cache", *_PAGED), _OF_PAGED, paged_missing
         ),
     ),
     "test_qwen3_nonstandard_block_size": (
-        UpstreamTest(
-            release="0.33.0",
-            parameters=(
-                *("interleave_v", "op", "device", "dtype"),
-                *("num_heads", "num_queries_per_kv", "head_size", "block_size"),
-            ),
-            lists={"dtype": ("float16",)},
-            fields=nonstandard_blocks,
-        ),
+        UpstreamTest("0.33.0", nonstandard_blocks, _BLOCKS, {"dtype": ("float16",)}),
     ),
 }
 

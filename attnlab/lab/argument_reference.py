@@ -105,16 +105,17 @@ _CHANGES: dict[str, Callable[[Case, StoredHalf], StoredHalf]] = {
 }
 
 
-def _both(change: Callable[[Case, StoredHalf], StoredHalf]) -> Read:
-    return lambda case, key, value: (change(case, key), change(case, value))
+_SIDES = ("", "k_", "v_")
 
 
-def _keys(change: Callable[[Case, StoredHalf], StoredHalf]) -> Read:
-    return lambda case, key, value: (change(case, key), value)
+def _of_side(side: str, change: Callable[[Case, StoredHalf], StoredHalf]) -> Read:
+    """Return the read that changes keys and values, or keys ("k_") or values ("v_") alone."""
 
+    def read(case: Case, key: StoredHalf, value: StoredHalf) -> Halves:
+        changed = key if side == "v_" else change(case, key)
+        return changed, value if side == "k_" else change(case, value)
 
-def _values(change: Callable[[Case, StoredHalf], StoredHalf]) -> Read:
-    return lambda case, key, value: (key, change(case, value))
+    return read
 
 
 def _swapped(case: Case, half: StoredHalf) -> StoredHalf:
@@ -128,9 +129,11 @@ def _early_values(case: Case, key: StoredHalf, value: StoredHalf) -> Halves:
 
 
 _SCALES: dict[str, Read] = {
-    **{f"{where}_scale": _both(change) for where, change in _CHANGES.items()},
-    **{f"{where}_k_scale": _keys(change) for where, change in _CHANGES.items()},
-    **{f"{where}_v_scale": _values(change) for where, change in _CHANGES.items()},
+    **{
+        f"{where}_{side}scale": _of_side(side, change)
+        for side in _SIDES
+        for where, change in _CHANGES.items()
+    },
     "k_scale_for_values": lambda case, key, value: (key, replace(value, scale=key.scale)),
     "v_scale_for_keys": lambda case, key, value: (replace(key, scale=value.scale), value),
     "k_scale_and_v_scale_exchanged": lambda case, key, value: (
@@ -140,14 +143,12 @@ _SCALES: dict[str, Read] = {
 }
 # Of a packed format, a scale also holds a zero point.
 _POWERS: dict[str, Read] = {
-    name: apply(_power(exponent))
-    for what, apply in (("scale", _both), ("k_scale", _keys), ("v_scale", _values))
-    for name, exponent in ((f"{what}_not_applied", 0), (f"{what}_applied_twice", 2))
+    f"{side}scale_{how}": _of_side(side, _power(exponent))
+    for side in _SIDES
+    for how, exponent in (("not_applied", 0), ("applied_twice", 2))
 }
 _NIBBLES: dict[str, Read] = {
-    "nibbles_exchanged": _both(_swapped),
-    "k_nibbles_exchanged": _keys(_swapped),
-    "v_nibbles_exchanged": _values(_swapped),
+    f"{side}nibbles_exchanged": _of_side(side, _swapped) for side in _SIDES
 }
 
 

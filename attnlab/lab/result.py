@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import Unsupported
 from attnlab.case.op_arguments import NONE
-from attnlab.case.shown import Shown, json_number, json_value
+from attnlab.case.shown import Shown, json_value
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import Decision, decide
 from attnlab.contracts.slot_states import (
@@ -218,19 +219,24 @@ class ErrorMap(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as values of strict JSON."""
-        return {
-            "mismatched": self.mismatched,
-            "total": self.total,
-            "max_abs_error": json_number(self.greatest_abs.value),
-            "max_index": list(self.greatest_abs.index),
-            "first_index": None if self.first_index is None else list(self.first_index),
-            "nan_elements": self.nan_elements,
-            "heads_run": None if self.heads is None else list(self.heads),
-            "rows_run": None if self.rows is None else [self.rows.start, self.rows.stop],
-            "atol": json_number(self.atol),
-            "atol_is_derived": self.is_derived,
-            "rtol": self.rtol,
-        }
+        return {name: json_value(number(self)) for name, number in _NUMBERS.items()}
+
+
+_NUMBERS: dict[str, Callable[[ErrorMap], Any]] = {
+    "mismatched": attrgetter("mismatched"),
+    "total": attrgetter("total"),
+    "max_abs_error": attrgetter("greatest_abs.value"),
+    "max_index": attrgetter("greatest_abs.index"),
+    "first_index": attrgetter("first_index"),
+    "nan_elements": attrgetter("nan_elements"),
+    "heads_run": lambda errors: None if errors.heads is None else [*errors.heads],
+    "rows_run": lambda errors: (
+        None if errors.rows is None else [errors.rows.start, errors.rows.stop]
+    ),
+    "atol": attrgetter("atol"),
+    "atol_is_derived": attrgetter("is_derived"),
+    "rtol": attrgetter("rtol"),
+}
 
 
 def map_errors(
@@ -657,21 +663,6 @@ def _error(
         expected=float(expected[row, head]),
         rows=int(wrong.any(1).sum()),
     )
-
-
-_NUMBERS = (
-    "mismatched",
-    "total",
-    "max_abs_error",
-    "max_index",
-    "first_index",
-    "nan_elements",
-    "heads_run",
-    "rows_run",
-    "atol",
-    "atol_is_derived",
-    "rtol",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

@@ -217,11 +217,6 @@ def _widths(case: WriteCase) -> dict[str, int]:
     return {"key_cache": case.head_size // factor, "value_cache": case.value_size // factor}
 
 
-def by_slot(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a paged tensor as [num_slots, …], a copy."""
-    return tensor.flatten(0, 1)
-
-
 _REASONS: dict[str, dict[str, Any]] = {
     "pages with gaps, and tokens without a slot": {},
     "tokens of zeros: the smallest scale": {"spread": 0.0},
@@ -298,8 +293,7 @@ def _far(cache_format: str) -> dict[str, dict[str, Any]]:
     if cache_format != DS_LATENT:
         fields["kv_cache_dtype"] = "fp8"
     case = _case(cache_format, **fields)
-    size = sum(DS_SIZES.values()) if case.cache_format == LATENT else case.head_size
-    page = page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
+    page = page_layout(case, "key_cache", (next(iter(_widths(case).values())),))[2]
     return {"block offsets beyond 2³¹ elements": {**fields, "first_block": (1 << 31) // page + 1}}
 
 
@@ -351,11 +345,6 @@ def expected_half(case: WriteCase, new: torch.Tensor, scale: float) -> ExpectedH
     if case.cache_format in PER_TOKEN_HEAD:
         return _per_token_head(case, new.double())
     return ExpectedHalf(stored=plain_numbers(new, scale, case.stored))
-
-
-def scale_of_half(case: WriteCase, is_key: bool) -> float:
-    """Return the scale of keys or values of a format without scales in the cache."""
-    return case.k_scale if is_key or case.cache_format == LATENT else case.v_scale
 
 
 def plain_numbers(new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat) -> Stored:
@@ -412,16 +401,16 @@ _LATENTS_SCALE = 2.0**-22
 
 def written_latents(
     case: WriteCase, inputs: WriteInputs, found: torch.Tensor
-) -> Iterator[tuple[bool, torch.Tensor, Stored]]:
-    """Yield whether they are scales, what slots hold, and what they must hold. ``found``: [n, 656] bytes."""
+) -> Iterator[tuple[str, torch.Tensor, Stored]]:
+    """Yield the kind of what slots hold, this, and what it must be. ``found``: [n, 656] bytes."""
     key, value = (
         new[: len(inputs.slots), 0][inputs.slots >= 0] for new in (inputs.key, inputs.value)
     )
     numbers, scales, rotary = _parts(case, found)
-    yield True, scales.double(), _scales(key)
+    yield SCALES, scales.double(), _scales(key)
     latents = plain_numbers(key, scales.repeat_interleave(_TILE, -1), _E4M3)
-    yield False, numbers.double(), latents
-    yield False, rotary.double(), Stored(numbers=value.double(), bound=torch.zeros(value.shape))
+    yield NUMBERS, numbers.double(), latents
+    yield NUMBERS, rotary.double(), Stored(numbers=value.double(), bound=torch.zeros(value.shape))
 
 
 def write_latents(case: WriteCase, inputs: WriteInputs) -> None:
@@ -475,7 +464,7 @@ def _op(case: WriteCase, inputs: WriteInputs) -> tuple[str, dict[str, torch.Tens
     first = case.first_block * case.block_size
     caches = {name: _whole(view, case.first_block) for name, view in inputs.caches.items()}
     slots = torch.where(inputs.slots < 0, inputs.slots, inputs.slots + first)
-    scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
+    scales = _scale_tensors(case)
     if case.cache_format in (LATENT, DS_LATENT):
         return "concat_and_cache_mla", {
             "kv_c": inputs.key[:, 0],
@@ -605,33 +594,27 @@ def _write_op(
         "value": inputs.value,
         "slot_mapping": inputs.slots,
         **inputs.caches,
+        **inputs.scales,
     }
     if case.cache_format == INT4:
-        module = loader.load("int4_per_token_head")  # without the rotation before it
+        # Without the rotation before it.
+        module, name = loader.load("int4_per_token_head"), "_run_reshape_kernel"
         given |= {"packing_factor": 2, "kernel": module._reshape_cache_int4_kernel}
-        return _named(module, "_run_reshape_kernel"), {**given, **inputs.scales}
-    module = loader.load("triton_reshape_and_cache_flash")
-    if case.cache_format == DIFFKV:
-        scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
-        return _named(module, "triton_reshape_and_cache_flash_diffkv"), {
-            **given,
-            **scales,
-            "kv_cache_dtype": case.kv_cache_dtype,
-        }
-    mode = {"kv_quant_mode": _MODES[case.cache_format]}
-    return _named(module, "triton_reshape_and_cache_flash_per_token_head_quant"), {
-        **given,
-        **inputs.scales,
-        **mode,
-    }
-
-
-def _named(module: Any, name: str) -> Callable[..., None]:
-    """Return a function of a module; raise Unsupported if this release does not have it."""
-    found: Callable[..., None] | None = getattr(module, name, None)
-    if found is None:
+    else:
+        module = loader.load("triton_reshape_and_cache_flash")
+        if case.cache_format == DIFFKV:
+            name = "triton_reshape_and_cache_flash_diffkv"
+            given |= {**_scale_tensors(case), "kv_cache_dtype": case.kv_cache_dtype}
+        else:
+            name = "triton_reshape_and_cache_flash_per_token_head_quant"
+            given["kv_quant_mode"] = _MODES[case.cache_format]
+    if not hasattr(module, name):
         raise Unsupported(f"this release has no {name}")
-    return found
+    return getattr(module, name), given
+
+
+def _scale_tensors(case: WriteCase) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
 
 
 def _halves(
@@ -639,36 +622,33 @@ def _halves(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, slice, ExpectedHalf]]:
     """Yield keys, then values: their cache, their scale cache, their columns, and what they must be."""
     written = inputs.slots >= 0
-    for is_key, new in ((True, inputs.key), (False, inputs.value)):
-        half = expected_half(case, new[: len(written)][written], scale_of_half(case, is_key))
-        if case.cache_format in PER_TOKEN_HEAD:
-            name = "key_cache" if is_key else "value_cache"
-            scale = inputs.scales["k_scale_cache" if is_key else "v_scale_cache"]
-            yield inputs.caches[name], scale, slice(None), half
-        elif case.cache_format in PLAIN:
-            yield inputs.caches["key_cache" if is_key else "value_cache"], None, slice(None), half
-        else:
-            columns = slice(0, case.head_size) if is_key else slice(case.head_size, None)
+    v_scale = case.k_scale if case.cache_format == LATENT else case.v_scale
+    for name, new, scale, columns in (
+        ("key", inputs.key, case.k_scale, slice(0, case.head_size)),
+        ("value", inputs.value, v_scale, slice(case.head_size, None)),
+    ):
+        half = expected_half(case, new[: len(written)][written], scale)
+        if "kv_cache" in inputs.caches:
             yield inputs.caches["kv_cache"], None, columns, half
+        else:
+            scales = inputs.scales.get(f"{name[0]}_scale_cache")
+            yield inputs.caches[f"{name}_cache"], scales, slice(None), half
 
 
 def _written(case: WriteCase, inputs: WriteInputs) -> Iterator[tuple[str, torch.Tensor, Stored]]:
     """Yield what the slots of written tokens hold, as kind, numbers and what they must be."""
     slots = inputs.slots[inputs.slots >= 0]
     if case.cache_format == DS_LATENT:
-        for is_scale, found, expected in written_latents(
-            case, inputs, by_slot(inputs.caches["kv_cache"])[slots, 0]
-        ):
-            yield SCALES if is_scale else NUMBERS, found, expected
+        yield from written_latents(case, inputs, inputs.caches["kv_cache"].flatten(0, 1)[slots, 0])
         return
     for cache, scale, columns, half in _halves(case, inputs):
-        found = by_slot(cache)[slots][..., columns].flatten(2)
+        found = cache.flatten(0, 1)[slots][..., columns].flatten(2)
         if case.cache_format == INT4:
             found = torch.stack([found & 0xF, found >> 4], -1).flatten(-2)
         yield NUMBERS, found.double(), half.stored
         if scale is None or half.scale is None:
             continue
-        one = by_slot(scale)[slots]
+        one = scale.flatten(0, 1)[slots]
         yield SCALES, one.double(), half.scale
         if half.zero is not None:
             yield ZERO_POINTS, (one.view(torch.int32) & 0xF).double(), half.zero
@@ -697,16 +677,14 @@ def check_writes(
     sdist or a checkout: their source is compiled, and runs on the emulated device. Raises
     InvalidCase for a source that is no vLLM, and Unavailable if none is installed.
     """
-    found = find_source(source) if backend == "vllm" else None
-    write = model_write if found is None else vllm_write(found, device)
+    vllm = find_source(source) if backend == "vllm" else None
+    write = model_write if vllm is None else vllm_write(vllm, device)
     results = []
     for name, case in write_variants().items():
         try:
-            wrong = check_write(case, write)
-            results.append(WriteResult(name=name, case=case, wrong=wrong))
-        except KernelFailed as error:
-            results.append(WriteResult(name=name, case=case, error=str(error), failed=True))
-        except (Unavailable, Unsupported, KernelRejected) as error:
-            results.append(WriteResult(name=name, case=case, error=str(error)))
-    text = "model" if found is None else found.text()
+            found: dict[str, Any] = {"wrong": check_write(case, write)}
+        except (Unavailable, KernelRejected) as error:
+            found = {"error": str(error), "failed": isinstance(error, KernelFailed)}
+        results.append(WriteResult(name=name, case=case, **found))
+    text = "model" if vllm is None else vllm.text()
     return WriteReport(backend=text, results=tuple(results))

@@ -116,11 +116,7 @@ class StateCase(Declared):
         return STATE_OPS[self.op]
 
 
-STATE_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
-    one.name: one for one in dataclasses.fields(StateCase)
-}
-
-
+STATE_FIELDS: dict[str, "dataclasses.Field[Any]"] = StateCase.__dataclass_fields__
 _PREFILLS: dict[str, dict[str, Any]] = {
     "few tokens": {"query_lens": (3, 1, 5)},
     "lengths before, at and after the end of a chunk": {"query_lens": (63, 64, 65, 1)},

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from attnlab.case.errors import (
     Unsupported,
 )
 from attnlab.case.fields import refuse
-from attnlab.case.shown import Document, Shown, json_fields, json_number
+from attnlab.case.shown import Document, Shown, json_fields, json_value
 from attnlab.diagnosis.claims import Claim, RepairClaim
 from attnlab.diagnosis.lines import lines_of_accesses, located
 from attnlab.diagnosis.repair_check import Proof, Proofs, claim_among
@@ -313,13 +314,11 @@ class OpResult:
     not_run: list[str] = dataclasses.field(default_factory=list)
 
 
-def tried(
-    case: StateCase, run: Runner
-) -> Trial | KernelFailed | KernelRejected | Unsupported | Unavailable:
+def tried(case: StateCase, run: Runner) -> Trial | KernelRejected | Unavailable:
     """Run a case; return the trial, or what the op raises, or why it cannot run."""
     try:
         return Trial.of(case, run)
-    except (KernelFailed, KernelRejected, Unsupported, Unavailable) as error:
+    except (KernelRejected, Unavailable) as error:
         return error
 
 
@@ -401,12 +400,25 @@ def _with_other_data(trials: Sequence[Trial], run: Runner) -> Iterator[Trial]:
     for one in trials:
         lens = one.case.query_lens
         halves = tuple(-(-n // 2) for n in lens)
-        for seed, lengths in enumerate((lens, lens[::-1], halves), 1):
-            try:
-                case = one.case.replace(seed=one.case.seed + seed, query_lens=lengths)
-                yield Trial.of(case, run)
-            except AttnLabError:
-                continue
+        changes = [
+            {"seed": one.case.seed + seed, "query_lens": lengths}
+            for seed, lengths in enumerate((lens, lens[::-1], halves), 1)
+        ]
+        yield from _trials(_changed(one.case, changes), run)
+
+
+def _trials(cases: Iterable[StateCase], run: Runner) -> Iterator[Trial]:
+    """Yield the trials of the cases that run."""
+    for case in cases:
+        with suppress(AttnLabError):
+            yield Trial.of(case, run)
+
+
+def _changed(case: StateCase, changes: Iterable[dict[str, Any]]) -> Iterator[StateCase]:
+    """Yield a case with each of several changes that are allowed."""
+    for one in changes:
+        with suppress(InvalidCase):
+            yield case.replace(**one)
 
 
 def _failure(op: StateOp, text: str, shown: list[tuple[str, StateCase]]) -> StateFinding:
@@ -484,11 +496,7 @@ def _smaller(case: StateCase) -> Iterator[StateCase]:
     ]
     if case.num_v_heads > 1:
         steps.append({"num_v_heads": 1, "num_k_heads": 1})
-    for step in steps:
-        try:
-            yield case.replace(**step)
-        except InvalidCase:
-            continue
+    yield from _changed(case, steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -510,16 +518,11 @@ class StateXRay(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Return the result as values of strict JSON, with the sizes of the weights of each row by source."""
         sizes = self.weights.by_source()
-        found = json_fields(self, without=("weights",))
-        for name in ("worst", "worst_weight"):
-            found[name] = json_number(getattr(self, name))
         rows = [
-            {
-                "row": row,
-                "sources": [[json_number(w) for w in head] for head in sizes[row].tolist()],
-            }
-            for row in range(min(len(sizes), _MOST_ROWS))
+            {"row": row, "sources": json_value(sources)}
+            for row, sources in enumerate(sizes[:_MOST_ROWS].tolist())
         ]
+        found = json_fields(self, without=("weights",))
         return {**found, "runs": self.weights.runs, "rows": rows}
 
 
@@ -540,7 +543,8 @@ def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
     sentences = ["every output, state and weight is right, within rounding"]
     is_right = not trial.is_wrong and weights.deviation.is_right
     if not is_right:
-        others = [*_with_other_data([trial], run), *_variants(op, run)]
+        hostile = variants_of(op).values()
+        others = [*_with_other_data([trial], run), *_trials(hostile, run)]
         about = [
             claim.text
             for claim, explained in statements([trial, *others], run)
@@ -559,12 +563,3 @@ def xray_state(case: StateCase, source: Path | str | None = None) -> StateXRay:
         worst_weight=weights.deviation.worst,
         weights=weights,
     )
-
-
-def _variants(op: StateOp, run: Runner) -> Iterator[Trial]:
-    """Yield trials of the hostile cases that an op runs."""
-    for case in variants_of(op).values():
-        try:
-            yield Trial.of(case, run)
-        except AttnLabError:
-            continue

@@ -63,17 +63,16 @@ class StateWeights:
 
         That of a slot is the length of the vector that its state is multiplied with.
         """
-        return torch.cat([self.output[..., : self.tokens], self._of_slots(self.output)], -1)
+        return self._by_source(self.output)
 
     def expected_by_source(self) -> torch.Tensor:
         """Return :meth:`by_source` of a right op."""
-        right = self.expected.output
-        return torch.cat([right[..., : self.tokens], self._of_slots(right)], -1)
+        return self._by_source(self.expected.output)
 
-    def _of_slots(self, weights: torch.Tensor) -> torch.Tensor:
-        slots, keys = len(self.call.states), self.call.key.shape[-1]
-        found: torch.Tensor = weights[..., self.tokens :].unflatten(-1, (slots, keys)).norm(dim=-1)
-        return found
+    def _by_source(self, weights: torch.Tensor) -> torch.Tensor:
+        sizes = (len(self.call.states), self.call.key.shape[-1])
+        of_slots = weights[..., self.tokens :].unflatten(-1, sizes).norm(dim=-1)
+        return torch.cat([weights[..., : self.tokens], of_slots], -1)
 
 
 def coded_plan(call: StateCall, plan: StatePlan) -> StatePlan:
@@ -307,18 +306,19 @@ _ROUGH, _PART = 8.0, 0.02
 
 def _scopes_of(trial: Trial, found: Deviation) -> set[str]:
     """Return the scopes in which a rule's deviation is small, and outside of which the right one's is."""
-    fits = {}
     right = trial.deviation
     parts = (
         (found.rows, right.rows, trial.seq_of_row),
         (found.slots, right.slots, trial.seq_of_slot),
     )
-    for scope in _SCOPES:
-        fits[scope] = all(
-            not bool(torch.where(_inside(trial, scope, seqs, ruled.shape[1]), ruled, ours).any())
+    return {
+        scope
+        for scope in _SCOPES
+        if not any(
+            bool(torch.where(_inside(trial, scope, seqs, ruled.shape[1]), ruled, ours).any())
             for ruled, ours, seqs in parts
         )
-    return {scope for scope, is_fit in fits.items() if is_fit}
+    }
 
 
 def explain(trials: Sequence[Trial]) -> tuple[list[tuple[Claim, list[Trial]]], list[Trial]]:
@@ -361,33 +361,36 @@ def _best(
     trials: Sequence[Trial],
 ) -> tuple[StateClaim, list[Trial]] | None:
     """Return the claim that explains most trials, of those the simplest, or None."""
-    found: list[tuple[int, str, StateRule, list[Trial]]] = []
+    found: list[tuple[str, StateRule, list[Trial]]] = []
     for scope in _SCOPES:
-        found_rules = dict.fromkeys(rule for one in left for rule in fits[id(one)])
-        for rule in found_rules:
+        for rule in dict.fromkeys(rule for one in left for rule in fits[id(one)]):
             explained = [one for one in left if scope in fits[id(one)].get(rule, ())]
             if len(explained) > 1:
-                found.append((len(explained), scope, rule, explained))
+                found.append((scope, rule, explained))
     if not found:
         return None
-    most = max(count for count, *_ in found)
+    most = max(len(explained) for *_, explained in found)
     order = [one.text for one in rules()]
-    same = sorted(
-        (one for one in found if one[0] == most),
-        key=lambda one: (
-            _contradicted(trials, one[2], one[1]),
-            one[1] != "",
-            order.index(one[2].text),
+    ranked = sorted(
+        (
+            (
+                _contradicted(trials, rule, scope),
+                scope != "",
+                order.index(rule.text),
+                scope,
+                explained,
+            )
+            for scope, rule, explained in found
+            if len(explained) == most
         ),
+        key=lambda one: one[:3],
     )
-    _, scope, rule, explained = same[0]
-    right = _contradicted(trials, rule, scope)
+    right, _, first, scope, explained = ranked[0]
+    rule = rules()[first]
     others = tuple(
-        one.text
-        for _, other_scope, one, other in same[1:]
-        if other == explained
-        and other_scope == scope
-        and _contradicted(trials, one, other_scope) == right
+        order[at]
+        for count, _, at, other_scope, other in ranked[1:]
+        if other == explained and other_scope == scope and count == right
     )
     claim = StateClaim(cases=most - 1, rule=rule, scope=scope, others=others[:2], right=right)
     return claim, explained
@@ -497,17 +500,11 @@ def _of_sequences(one: Trial, rows: torch.Tensor) -> Iterator[str]:
     lens = one.call.query_start_loc.diff().long()
     wrong = torch.zeros_like(lens, dtype=torch.bool)
     wrong[one.seq_of_row[rows]] = True
-    firsts = {
-        int(rows[one.call.rows_of(seq).start : one.call.rows_of(seq).stop].nonzero()[0])
-        for seq in wrong.nonzero().flatten().tolist()
-    }
+    parts = [part for part in rows.split(lens.tolist()) if bool(part.any())]
+    firsts = {int(part.nonzero()[0]) for part in parts}
     if len(firsts) == 1 and (first := firsts.pop()):
         yield f"the first wrong row of each wrong sequence is that of token {first}"
-    whole = all(
-        bool(rows[one.call.rows_of(seq).start : one.call.rows_of(seq).stop].all())
-        for seq in wrong.nonzero().flatten().tolist()
-    )
-    if whole:
+    if all(bool(part.all()) for part in parts):
         yield "all rows of a wrong sequence are wrong"
     for words, which in _SEQUENCES.items():
         if bool((wrong == which(lens)).all()) and not bool(wrong.all()):

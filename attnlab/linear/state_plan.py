@@ -10,6 +10,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,8 +97,8 @@ class StatePlan:
     @property
     def stops_inside(self) -> bool:
         """Answer whether a state is stored before the last token of a sequence."""
-        pairs = zip(self.starts, self.starts[1:], self.stores, strict=False)
-        return any(count not in (0, b - a) for a, b, one in pairs for count, _ in one)
+        pairs = zip(pairwise(self.starts), self.stores, strict=True)
+        return any(count not in (0, b - a) for (a, b), one in pairs for count, _ in one)
 
     def without(self, *parts: str) -> "StatePlan":
         """Return the plan without some parts."""
@@ -382,7 +384,8 @@ def _or_one(plan: StatePlan, part: str, factor: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(factor) if part in plan.missing else factor
 
 
-_Edit = Callable[..., StatePlan]  # of a call and its right plan
+_Edit = Callable[[StateCall, StatePlan], StatePlan]  # of a call and its right plan
+_Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -396,54 +399,36 @@ class StateRule:
 @functools.cache
 def rules() -> tuple[StateRule, ...]:
     """Return all rules; of rules with the same result, the first is the simplest."""
-    return tuple(StateRule(text=text, edit=edit) for text, edit in _all())
+    tables = (_FACTORS, _RAW_GATES, _PRODUCTS, _SLOTS, _SEQUENCES, _CHUNKS)
+    return tuple(StateRule(text=text, edit=edit) for one in tables for text, edit in one.items())
 
 
-def _all() -> Iterator[tuple[str, _Edit]]:
-    yield from _factors()
-    yield from _raw_gates()
-    yield from _products()
-    yield from _slots()
-    yield from _sequences()
-    yield from _chunks()
+def _edited(*missing: str, **changes: Any) -> _Edit:
+    """Return the edit that leaves out parts and sets fields; a function returns the value for a plan."""
+
+    def edit(call: StateCall, plan: StatePlan) -> StatePlan:
+        values = {name: one(plan) if callable(one) else one for name, one in changes.items()}
+        return plan.replace(**values).without(*missing)
+
+    return edit
 
 
-def _factors() -> Iterator[tuple[str, _Edit]]:
-    for words, factor in _GATES.items():
-        yield words, lambda call, plan, factor=factor: plan.replace(gate=plan.gate * factor)
-    for words, way in _NEIGHBOURS.items():
-        yield (
-            f"a token takes the gate of {words}",
-            lambda call, plan, way=way: plan.replace(gate=_taken(plan, plan.gate, way)),
-        )
-        yield (
-            f"a token takes the beta of {words}",
-            lambda call, plan, way=way: _with_beta(plan, _taken(plan, plan.beta, way)),
-        )
-    yield (
-        "the state is multiplied by the gate after a token is added, not before",
-        lambda call, plan: plan.replace(chunk=1, late_gate=True).without(HELD_GATE),
-    )
-    yield (
-        "the gate of a key's first element is taken for all elements",
-        lambda call, plan: plan.replace(gate=plan.gate[..., :1].expand_as(plan.gate)),
-    )
-    yield "beta is missing", lambda call, plan: _with_beta(plan, torch.ones_like(plan.beta))
-    yield "beta is applied twice", lambda call, plan: _with_beta(plan, plan.beta.square())
-    yield (
-        "beta multiplies a token's value, not what the state already holds of it",
-        lambda call, plan: plan.replace(held_beta=torch.ones_like(plan.beta)),
-    )
-    yield (
-        "beta multiplies what the state already holds of a key, not the token's value",
-        lambda call, plan: plan.replace(beta=torch.ones_like(plan.beta)),
-    )
-    for words, power in _SCALES.items():
-        yield words, lambda call, plan, power=power: plan.replace(scale=plan.scale**power)
-    yield (
-        "the default scale, 1/sqrt(key size), is used in place of the one that is passed",
-        lambda call, plan: plan.replace(scale=plan.query.shape[-1] ** -0.5),
-    )
+def _with_beta(change: _Change, call: StateCall, plan: StatePlan) -> StatePlan:
+    beta = change(plan.beta)
+    return plan.replace(beta=beta, held_beta=beta) if plan.delta else plan
+
+
+def _of_neighbours(
+    name: str, way: Callable[[int, int], int], call: StateCall, plan: StatePlan
+) -> StatePlan:
+    """Return the plan with "gate" or "beta" of each token from another token of its sequence."""
+    index = list(range(len(plan.gate)))
+    for first, end in pairwise(plan.starts):
+        for i in range(first, end):
+            index[i] = first + way(i - first, end - first)
+    if name == "gate":
+        return plan.replace(gate=plan.gate[index])
+    return _with_beta(lambda beta: beta[index], call, plan)
 
 
 _GATES = {
@@ -466,25 +451,41 @@ _NEIGHBOURS: dict[str, Callable[[int, int], int]] = {
     "the first token of its sequence": lambda i, count: 0,
     "the token as far from the other end of its sequence": lambda i, count: count - 1 - i,
 }
+_FACTORS: dict[str, _Edit] = {
+    **{
+        words: _edited(gate=lambda plan, factor=factor: plan.gate * factor)
+        for words, factor in _GATES.items()
+    },
+    **{
+        f"a token takes the {name} of {words}": partial(_of_neighbours, name, way)
+        for words, way in _NEIGHBOURS.items()
+        for name in ("gate", "beta")
+    },
+    "the state is multiplied by the gate after a token is added, not before": _edited(
+        HELD_GATE, chunk=1, late_gate=True
+    ),
+    "the gate of a key's first element is taken for all elements": _edited(
+        gate=lambda plan: plan.gate[..., :1].expand_as(plan.gate)
+    ),
+    "beta is missing": partial(_with_beta, torch.ones_like),
+    "beta is applied twice": partial(_with_beta, torch.square),
+    "beta multiplies a token's value, not what the state already holds of it": _edited(
+        held_beta=lambda plan: torch.ones_like(plan.beta)
+    ),
+    "beta multiplies what the state already holds of a key, not the token's value": _edited(
+        beta=lambda plan: torch.ones_like(plan.beta)
+    ),
+    **{
+        words: _edited(scale=lambda plan, power=power: plan.scale**power)
+        for words, power in _SCALES.items()
+    },
+    "the default scale, 1/sqrt(key size), is used in place of the one that is passed": _edited(
+        scale=lambda plan: plan.query.shape[-1] ** -0.5
+    ),
+}
 
 
-def _raw_gates() -> Iterator[tuple[str, _Edit]]:
-    """Yield what a kernel that computes gates and beta itself may do to what a layer projects and learns."""
-    decays: dict[str, dict[str, Any]] = {
-        "A_log is used without the exponential": {"rate": lambda log: log},
-        "A_log is missing in the gate": {"rate": torch.ones_like},
-        "the bias of the gate is missing": {"bias": 0.0},
-        "the bias of the gate is subtracted": {"bias": -1.0},
-        "the softplus of the gate is missing": {"softplus": lambda inner: inner},
-        "relu is used in place of softplus for the gate": {"softplus": torch.relu},
-    }
-    for words, changes in decays.items():
-        yield words, lambda call, plan, changes=changes: _decayed(call, plan, **changes)
-    yield "the bias of the gate is added after the softplus", _with_late_bias
-    yield (
-        "beta is not passed through the sigmoid",
-        lambda call, plan: _with_beta(plan, call.b.double()) if call.raw_gate else plan,
-    )
+# What a kernel that computes gates and beta itself may do to what a layer projects and learns.
 
 
 def _decayed(call: StateCall, plan: StatePlan, **changes: Any) -> StatePlan:
@@ -502,123 +503,117 @@ def _with_late_bias(call: StateCall, plan: StatePlan) -> StatePlan:
     return _decayed(call, plan, bias=0.0, softplus=lambda inner: softplus(inner) + late)
 
 
-def _with_beta(plan: StatePlan, beta: torch.Tensor) -> StatePlan:
-    return plan.replace(beta=beta, held_beta=beta) if plan.delta else plan
+def _with_raw_beta(call: StateCall, plan: StatePlan) -> StatePlan:
+    return _with_beta(lambda beta: call.b.double(), call, plan) if call.raw_gate else plan
 
 
-def _taken(plan: StatePlan, numbers: torch.Tensor, way: Callable[[int, int], int]) -> torch.Tensor:
-    """Return rows of a tensor, each from another row of its sequence."""
-    index = list(range(len(numbers)))
-    for first, end in zip(plan.starts, plan.starts[1:], strict=False):
-        for i in range(first, end):
-            index[i] = first + way(i - first, end - first)
-    return numbers[index]
+_RAW_GATES: dict[str, _Edit] = {
+    "A_log is used without the exponential": partial(_decayed, rate=lambda log: log),
+    "A_log is missing in the gate": partial(_decayed, rate=torch.ones_like),
+    "the bias of the gate is missing": partial(_decayed, bias=0.0),
+    "the bias of the gate is subtracted": partial(_decayed, bias=-1.0),
+    "the softplus of the gate is missing": partial(_decayed, softplus=lambda inner: inner),
+    "relu is used in place of softplus for the gate": partial(_decayed, softplus=torch.relu),
+    "the bias of the gate is added after the softplus": _with_late_bias,
+    "beta is not passed through the sigmoid": _with_raw_beta,
+}
 
 
 # Queries, keys and values, their heads, and the products of the delta rule.
 
 
-def _products() -> Iterator[tuple[str, _Edit]]:
-    for words, norm in {
-        "queries and keys are not normalised": (False, False),
-        "queries are not normalised": (False, True),
-        "keys are not normalised": (True, False),
-    }.items():
-        yield words, lambda call, plan, norm=norm: _like(right_plan(call, norm=norm), plan)
-    yield (
-        "what the state already holds of a key is not subtracted from the value",
-        lambda call, plan: plan.without(HELD),
-    )
-    yield (
-        "what the state already holds of a key is added to the value, not subtracted",
-        lambda call, plan: plan.replace(held_beta=-plan.held_beta),
-    )
-    yield (
-        "what the state already holds of a key is read before the gate is applied",
-        lambda call, plan: plan.replace(chunk=1).without(HELD_GATE),
-    )
-    yield "the output leaves out the row's own token", lambda call, plan: plan.without(OWN)
-    yield (
-        "the output is read before the row's own token and its gate are applied",
-        lambda call, plan: plan.replace(chunk=1).without(OWN, READ_GATE),
-    )
-    yield "the output is read with the key", lambda call, plan: plan.replace(query=plan.key)
-    for words, head in _HEADS.items():
-        yield (
-            f"a value head takes {words}",
-            lambda call, plan, head=head: _of_heads(call, plan, head),
-        )
-    yield (
-        "all value heads take the gate of the first",
-        lambda call, plan: plan.replace(gate=plan.gate[:, :1].expand_as(plan.gate)),
-    )
-    yield (
-        "all value heads take the beta of the first",
-        lambda call, plan: _with_beta(plan, plan.beta[:, :1].expand_as(plan.beta)),
-    )
-    yield (
-        "all value heads take the values of the first",
-        lambda call, plan: plan.replace(value=plan.value[:, :1].expand_as(plan.value)),
-    )
-
-
-_HEADS: dict[str, Callable[[int, int, int], int]] = {
-    "the key head of its number modulo the number of key heads": lambda i, keys, each: i % keys,
-    "the key head of its own number": lambda i, keys, each: min(i, keys - 1),
-    "the first key head": lambda i, keys, each: 0,
-}
-
-
-def _like(made: StatePlan, plan: StatePlan) -> StatePlan:
-    """Return a plan with the queries and keys of another."""
+def _with_norm(norm: tuple[bool, bool], call: StateCall, plan: StatePlan) -> StatePlan:
+    made = right_plan(call, norm=norm)
     return plan.replace(query=made.query, key=made.key)
 
 
-def _of_heads(call: StateCall, plan: StatePlan, head: Callable[[int, int, int], int]) -> StatePlan:
+def _of_heads(head: Callable[[int, int], int], call: StateCall, plan: StatePlan) -> StatePlan:
     """Return the plan with other key heads."""
     heads, keys = plan.query.shape[1], call.key.shape[1]
-    each = heads // keys
-    index = [head(i, keys, each) * each for i in range(heads)]
+    index = [head(i, keys) * (heads // keys) for i in range(heads)]
     return plan.replace(query=plan.query[:, index], key=plan.key[:, index])
 
 
-def _slots() -> Iterator[tuple[str, _Edit]]:
-    yield (
-        "no state is loaded: each sequence begins from 0",
-        lambda call, plan: plan.replace(loads=(NONE,) * len(plan.loads)),
+def _first_head(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the first head for all heads, [tokens, heads, …]."""
+    return numbers[:, :1].expand_as(numbers)
+
+
+_HEADS: dict[str, Callable[[int, int], int]] = {
+    "the key head of its number modulo the number of key heads": lambda i, keys: i % keys,
+    "the key head of its own number": lambda i, keys: min(i, keys - 1),
+    "the first key head": lambda i, keys: 0,
+}
+_PRODUCTS: dict[str, _Edit] = {
+    "queries and keys are not normalised": partial(_with_norm, (False, False)),
+    "queries are not normalised": partial(_with_norm, (False, True)),
+    "keys are not normalised": partial(_with_norm, (True, False)),
+    "what the state already holds of a key is not subtracted from the value": _edited(HELD),
+    "what the state already holds of a key is added to the value, not subtracted": _edited(
+        held_beta=lambda plan: -plan.held_beta
+    ),
+    "what the state already holds of a key is read before the gate is applied": _edited(
+        HELD_GATE, chunk=1
+    ),
+    "the output leaves out the row's own token": _edited(OWN),
+    "the output is read before the row's own token and its gate are applied": _edited(
+        OWN, READ_GATE, chunk=1
+    ),
+    "the output is read with the key": _edited(query=lambda plan: plan.key),
+    **{f"a value head takes {words}": partial(_of_heads, head) for words, head in _HEADS.items()},
+    "all value heads take the gate of the first": _edited(gate=lambda plan: _first_head(plan.gate)),
+    "all value heads take the beta of the first": partial(_with_beta, _first_head),
+    "all value heads take the values of the first": _edited(
+        value=lambda plan: _first_head(plan.value)
+    ),
+}
+
+
+# The slots that states are loaded from and stored in.
+
+
+def _other_slot(call: StateCall, seq: int, slot: int, other: Callable[[int, int], int]) -> int:
+    found = other(seq, call.num_seqs)
+    if found == -1000:
+        return min(slot + 1, len(call.states) - 1)
+    return -1 - found if found < 0 else int(call.tables[found, 0])
+
+
+def _loaded(other: Callable[[int, int], int], call: StateCall, plan: StatePlan) -> StatePlan:
+    loads = (
+        load if load == NONE else _other_slot(call, seq, load, other)
+        for seq, load in enumerate(plan.loads)
     )
-    for words, other in _OTHERS.items():
-        yield (
-            f"a sequence loads {words}",
-            lambda call, plan, other=other: plan.replace(loads=tuple(_loads(call, plan, other))),
-        )
-        yield (
-            f"the state is stored in {words}",
-            lambda call, plan, other=other: plan.replace(stores=tuple(_moved(call, plan, other))),
-        )
-    for words, at in _ACCEPTED.items():
-        yield (
-            f"a sequence loads {words}",
-            lambda call, plan, at=at: plan.replace(loads=tuple(_accepted(call, plan, at))),
-        )
-    yield "no state is stored", lambda call, plan: plan.replace(stores=((),) * len(plan.stores))
-    yield (
-        "the state before the last token is stored",
-        lambda call, plan: _stored_less(plan, lambda count: max(count - 1, 0)),
+    return plan.replace(loads=tuple(loads))
+
+
+def _moved(other: Callable[[int, int], int], call: StateCall, plan: StatePlan) -> StatePlan:
+    stores = (
+        tuple((count, _other_slot(call, seq, slot, other)) for count, slot in one)
+        for seq, one in enumerate(plan.stores)
     )
-    yield (
-        "the state before the call is stored",
-        lambda call, plan: _stored_less(plan, lambda count: 0),
-    )
-    yield (
-        "only the state after the last token is stored",
-        lambda call, plan: plan.replace(stores=tuple(one[-1:] for one in plan.stores)),
-    )
-    yield (
-        "the state after the first token is stored",
-        lambda call, plan: _stored_less(plan, lambda count: min(count, 1)),
-    )
-    yield "the states that are loaded have keys and values exchanged", _transposed
+    return plan.replace(stores=tuple(stores))
+
+
+def _accepted(at: Callable[[int, int], int], call: StateCall, plan: StatePlan) -> StatePlan:
+    if call.num_accepted_tokens is None:
+        return plan.replace()
+    pairs = zip(call.num_accepted_tokens.tolist(), call.tables, strict=True)
+    loads = tuple(int(table[at(accepted - 1, len(table))]) for accepted, table in pairs)
+    return plan.replace(loads=loads)
+
+
+def _stored_less(count: Callable[[int], int], call: StateCall, plan: StatePlan) -> StatePlan:
+    """Return the plan with the state after another number of tokens in each slot."""
+    stores = tuple(tuple((count(n), slot) for n, slot in one) for one in plan.stores)
+    return plan.replace(stores=stores, chunk=1)
+
+
+def _transposed(call: StateCall, plan: StatePlan) -> StatePlan:
+    *lead, values, keys = plan.states.shape
+    if call.state_v_first:
+        return plan.replace(read_states=plan.states.reshape(*lead, keys, values).mT)
+    return plan.replace(read_states=plan.states.mT.reshape(plan.states.shape))
 
 
 _OTHERS: dict[str, Callable[[int, int], int]] = {
@@ -636,78 +631,38 @@ _ACCEPTED: dict[str, Callable[[int, int], int]] = {
     "the state of the slot before that of the accepted token": lambda at, count: max(at - 1, 0),
     "the state of its last slot, not of the accepted token": lambda at, count: count - 1,
 }
+_SLOTS: dict[str, _Edit] = {
+    "no state is loaded: each sequence begins from 0": _edited(
+        loads=lambda plan: (NONE,) * len(plan.loads)
+    ),
+    **{
+        f"{verb} {words}": partial(edit, other)
+        for words, other in _OTHERS.items()
+        for verb, edit in (("a sequence loads", _loaded), ("the state is stored in", _moved))
+    },
+    **{f"a sequence loads {words}": partial(_accepted, at) for words, at in _ACCEPTED.items()},
+    "no state is stored": _edited(stores=lambda plan: ((),) * len(plan.stores)),
+    "the state before the last token is stored": partial(_stored_less, lambda n: max(n - 1, 0)),
+    "the state before the call is stored": partial(_stored_less, lambda n: 0),
+    "only the state after the last token is stored": _edited(
+        stores=lambda plan: tuple(one[-1:] for one in plan.stores)
+    ),
+    "the state after the first token is stored": partial(_stored_less, lambda n: min(n, 1)),
+    "the states that are loaded have keys and values exchanged": _transposed,
+}
 
 
-def _loads(call: StateCall, plan: StatePlan, other: Callable[[int, int], int]) -> Iterator[int]:
-    for seq, load in enumerate(plan.loads):
-        yield load if load == NONE else _other_slot(call, seq, load, other)
+# The tokens that are computed.
 
 
-def _other_slot(call: StateCall, seq: int, slot: int, other: Callable[[int, int], int]) -> int:
-    found = other(seq, call.num_seqs)
-    if found == -1000:
-        return min(slot + 1, len(call.states) - 1)
-    return -1 - found if found < 0 else int(call.tables[found, 0])
+def _cut(kept: Callable[[int, int], int], call: StateCall, plan: StatePlan) -> StatePlan:
+    """Return the plan in which only the first tokens of each sequence are computed.
 
-
-def _accepted(call: StateCall, plan: StatePlan, at: Callable[[int, int], int]) -> Iterator[int]:
-    if call.num_accepted_tokens is None:
-        yield from plan.loads
-        return
-    for accepted, table in zip(call.num_accepted_tokens.tolist(), call.tables, strict=True):
-        yield int(table[at(accepted - 1, len(table))])
-
-
-def _moved(
-    call: StateCall, plan: StatePlan, other: Callable[[int, int], int]
-) -> Iterator[tuple[tuple[int, int], ...]]:
-    for seq, one in enumerate(plan.stores):
-        yield tuple((count, _other_slot(call, seq, slot, other)) for count, slot in one)
-
-
-def _stored_less(plan: StatePlan, count: Callable[[int], int]) -> StatePlan:
-    """Return the plan with the state after another number of tokens in each slot."""
-    stores = tuple(tuple((count(n), slot) for n, slot in one) for one in plan.stores)
-    return plan.replace(stores=stores, chunk=1)
-
-
-def _transposed(call: StateCall, plan: StatePlan) -> StatePlan:
-    *lead, values, keys = plan.states.shape
-    if call.state_v_first:
-        return plan.replace(read_states=plan.states.reshape(*lead, keys, values).mT)
-    return plan.replace(read_states=plan.states.mT.reshape(plan.states.shape))
-
-
-def _sequences() -> Iterator[tuple[str, _Edit]]:
-    yield (
-        "a sequence goes on from the state of the sequence before it in the batch",
-        lambda call, plan: plan.replace(continues=True),
-    )
-    yield (
-        "the last token of a sequence is not computed",
-        lambda call, plan: _cut(plan, lambda count: max(count - 1, 0)),
-    )
-    yield "the first token of a sequence is not computed", _without_first
-    yield (
-        "the tokens after the last whole chunk are not computed",
-        lambda call, plan: _cut(plan, lambda count: count // plan.chunk * plan.chunk),
-    )
-    yield (
-        "the tokens after the first chunk are not computed",
-        lambda call, plan: _cut(plan, lambda count: min(count, plan.chunk)),
-    )
-    yield (
-        "sequences without a slot are computed",
-        lambda call, plan: plan.replace(zeros=torch.zeros_like(plan.zeros)),
-    )
-
-
-def _cut(plan: StatePlan, kept: Callable[[int], int]) -> StatePlan:
-    """Return the plan in which only the first tokens of each sequence are computed."""
+    ``kept`` returns their number from that of all tokens and the size of a chunk.
+    """
     written, stores = plan.written.clone(), []
-    for seq, one in enumerate(plan.stores):
-        first, end = plan.starts[seq], plan.starts[seq + 1]
-        last = kept(end - first)
+    for (first, end), one in zip(pairwise(plan.starts), plan.stores, strict=True):
+        last = kept(end - first, plan.chunk)
         written[first + last : end] = False
         stores.append(tuple((min(count, last), slot) for count, slot in one))
     return plan.replace(written=written, stores=tuple(stores), chunk=1)
@@ -715,42 +670,54 @@ def _cut(plan: StatePlan, kept: Callable[[int], int]) -> StatePlan:
 
 def _without_first(call: StateCall, plan: StatePlan) -> StatePlan:
     """Return the plan in which the first token of each sequence adds and decays nothing, with no output."""
-    first = [a for a, b in zip(plan.starts, plan.starts[1:], strict=False) if a < b]
-    gate, value, key = plan.gate.clone(), plan.value.clone(), plan.key.clone()
-    gate[first], value[first], key[first] = 0.0, 0.0, 0.0
-    written = plan.written.clone()
-    written[first] = False
-    return plan.replace(gate=gate, value=value, key=key, written=written)
+    first = [a for a, b in pairwise(plan.starts) if a < b]
+    changed = {name: getattr(plan, name).clone() for name in ("gate", "value", "key", "written")}
+    for numbers in changed.values():
+        numbers[first] = 0
+    return plan.replace(**changed)
 
 
-def _chunks() -> Iterator[tuple[str, _Edit]]:
-    for size in (64, 128, 32, 16):
-        yield (
-            f"the state is lost after every {size} tokens",
-            lambda call, plan, size=size: plan.replace(chunk=size).without(CARRY),
-        )
-        yield (
-            f"every {size} tokens begin from the state before the call",
-            lambda call, plan, size=size: plan.replace(chunk=size, begins_again=True),
-        )
-    yield (
-        "the state before a chunk is not added to that after it",
-        lambda call, plan: plan.replace(loses_state=plan.chunk > 1),
-    )
-    for part in (INNER, SCORES, INNER_GATE, SCORES_GATE, NEW_GATE, CARRY_GATE, READ_GATE):
-        yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
-    yield f"missing: {OWN_GATE}", lambda call, plan: plan.without(OWN_GATE)
-    for part in (HELD_GATE, READ_SCALE, SCORES_SCALE, INNER_BETA, HELD_BETA):
-        yield f"missing: {part}", lambda call, plan, part=part: _in_chunks(plan, part)
-    yield (
-        "missing: the gate from the beginning of a chunk, and the state of the chunks before, in the output",
-        lambda call, plan: plan.replace(no_read=plan.chunk > 1),
-    )
-    yield (
-        "what the state before the chunk already holds of a key is not subtracted",
-        lambda call, plan: plan.replace(no_held=plan.chunk > 1),
-    )
+_SEQUENCES: dict[str, _Edit] = {
+    "a sequence goes on from the state of the sequence before it in the batch": _edited(
+        continues=True
+    ),
+    "the last token of a sequence is not computed": partial(_cut, lambda n, size: max(n - 1, 0)),
+    "the first token of a sequence is not computed": _without_first,
+    "the tokens after the last whole chunk are not computed": partial(
+        _cut, lambda n, size: n // size * size
+    ),
+    "the tokens after the first chunk are not computed": partial(_cut, min),
+    "sequences without a slot are computed": _edited(
+        zeros=lambda plan: torch.zeros_like(plan.zeros)
+    ),
+}
 
 
-def _in_chunks(plan: StatePlan, part: str) -> StatePlan:
+def _in_chunks(part: str, call: StateCall, plan: StatePlan) -> StatePlan:
     return plan.without(part) if plan.chunk > 1 else plan
+
+
+_CHUNKS: dict[str, _Edit] = {}
+for _size in (64, 128, 32, 16):
+    _CHUNKS[f"the state is lost after every {_size} tokens"] = _edited(CARRY, chunk=_size)
+    _CHUNKS[f"every {_size} tokens begin from the state before the call"] = _edited(
+        chunk=_size, begins_again=True
+    )
+_CHUNKS |= {
+    "the state before a chunk is not added to that after it": _edited(
+        loses_state=lambda plan: plan.chunk > 1
+    ),
+    **{
+        f"missing: {part}": _edited(part) if part == OWN_GATE else partial(_in_chunks, part)
+        for part in (
+            *(INNER, SCORES, INNER_GATE, SCORES_GATE, NEW_GATE, CARRY_GATE, READ_GATE, OWN_GATE),
+            *(HELD_GATE, READ_SCALE, SCORES_SCALE, INNER_BETA, HELD_BETA),
+        )
+    },
+    "missing: the gate from the beginning of a chunk, and the state of the chunks before, in the output": (
+        _edited(no_read=lambda plan: plan.chunk > 1)
+    ),
+    "what the state before the chunk already holds of a key is not subtracted": _edited(
+        no_held=lambda plan: plan.chunk > 1
+    ),
+}

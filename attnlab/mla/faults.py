@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -38,17 +37,13 @@ def chunks_of(case: MlaCase) -> list[list[Span]]:
 def _aligned(case: MlaCase) -> list[list[Span]]:
     """Return chunks of the same positions of all sequences, some empty (0.11.2)."""
     size = case.chunk_rows
-    found: list[list[Span]] = []
-    for first in count(0, size):
-        if first >= max(case.ctx_lens):
-            return found
-        found.append(
-            [
-                Span(seq=seq, start=min(first, ctx_len), end=min(first + size, ctx_len))
-                for seq, ctx_len in enumerate(case.ctx_lens)
-            ]
-        )
-    raise AssertionError("count does not end")
+    return [
+        [
+            Span(seq=seq, start=min(first, ctx_len), end=min(first + size, ctx_len))
+            for seq, ctx_len in enumerate(case.ctx_lens)
+        ]
+        for first in range(0, max(case.ctx_lens), size)
+    ]
 
 
 def _packed(case: MlaCase) -> list[list[Span]]:

@@ -191,11 +191,7 @@ def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
 
 
-MLA_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
-    one.name: one for one in dataclasses.fields(MlaCase)
-}
-
-
+MLA_FIELDS: dict[str, "dataclasses.Field[Any]"] = MlaCase.__dataclass_fields__
 _ONE_TOKEN = {"query_lens": (1, 1, 1)}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "query_lens": (1, 1), "ctx_lens": (40, 5)}
 

@@ -9,6 +9,7 @@ smallest number of the dtype.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -94,11 +95,6 @@ def make_inputs(case: MlaCase) -> Inputs:
         to_key=to_key,
         to_value=to_value,
     )
-
-
-def row_starts(case: MlaCase) -> list[int]:
-    """Return the first row of each sequence, and the number of rows."""
-    return case.lengths.token_start_loc
 
 
 def gathered(case: MlaCase, cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
@@ -456,7 +452,7 @@ class VllmOps:
             given = {"out": output, "lses": lses.contiguous(), "cp_rank": rank, "ctx": _Context()}
             done = self._run("correct_attn_out", correct, given)
             corrected.append(done["result"][0].cpu())
-        return _sum(torch.stack(corrected)), done["result"][1].cpu()
+        return _sum(corrected), done["result"][1].cpu()
 
     def _op(self, name: str) -> Callable[..., Any]:
         return load(self.source, self.platform, self.where).function(name)
@@ -490,12 +486,9 @@ class _Context:
         kernel[grid](*args, **constants)
 
 
-def _sum(corrected: torch.Tensor) -> torch.Tensor:
+def _sum(corrected: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum over ranks in the outputs' dtype, as an all-reduce adds them."""
-    total = corrected[0]
-    for one in corrected[1:]:
-        total = total + one
-    return total
+    return functools.reduce(torch.add, corrected)
 
 
 def in_pages(tokens: Sequence[torch.Tensor], block_size: int) -> Pair:
@@ -554,12 +547,11 @@ def merged(first: Partial, second: Partial, dtype: torch.dtype) -> Partial:
     lse_error = torch.where(weights[0] > 0, a_lse, 0.0).maximum(
         torch.where(weights[1] > 0, b_lse, 0.0)
     )
-    size = lse.masked_fill(lse.isinf(), 0.0).abs()
     return Partial(
         output=output,
         lse=lse,
         output_error=error * (1 + unit) + unit * output.abs() + step,
-        lse_error=lse_error + (size + 8) * _SUMS,
+        lse_error=lse_error + (finite(lse).abs() + 8) * _SUMS,
     )
 
 
@@ -571,7 +563,7 @@ def combined(parts: Sequence[Partial], dtype: torch.dtype) -> Partial:
     largest = torch.stack(
         [torch.where(one.lse == -torch.inf, 0.0, one.errors[1]) for one in parts]
     ).amax(0)
-    size = lse.masked_fill(lse.isinf(), 0.0).abs()
+    size = finite(lse).abs()
     shift = (2 * largest + (size + 8) * 2 * _SUMS).clamp(max=80.0).expm1()[..., None]
     unit, step = unit_and_step(dtype)
     error = torch.zeros_like(parts[0].output)

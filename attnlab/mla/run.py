@@ -33,7 +33,6 @@ from attnlab.mla.partial import (
     make_inputs,
     numbers,
     projected,
-    row_starts,
 )
 from attnlab.tensors.formats import FORMATS, distance
 
@@ -75,9 +74,9 @@ def _prefill(case: MlaCase, inputs: Inputs, how: Arithmetic, fault: Fault) -> li
             running = copied(running, part, rows | again)
             continue
         both = fault.merged(running, part, how.merge(*fault.operands(running, part)))
-        running = (
-            both if case.chunking != PACKED else copied(copied(running, part, rows), both, again)
-        )
+        if case.chunking == PACKED:
+            both = copied(copied(running, part, rows), both, again)
+        running = both
         steps.append(Step(name=f"merge {name}", kind="merge", result=running))
     new = fault.partial(case, how.partial(_new_tokens(case, seqs)))
     steps.append(Step(name="new tokens", kind="partial", result=new))
@@ -95,7 +94,7 @@ def _prefill(case: MlaCase, inputs: Inputs, how: Arithmetic, fault: Fault) -> li
 
 def _projected(case: MlaCase, inputs: Inputs, fault: Fault) -> list[SequenceRows]:
     """Return keys and values of each sequence: the context from the cache, new tokens as they are."""
-    starts, dtype, found = row_starts(case), FORMATS[case.dtype].dtype, []
+    starts, dtype, found = case.lengths.token_start_loc, FORMATS[case.dtype].dtype, []
     for seq, (latent, ctx_len) in enumerate(zip(inputs.latents, case.ctx_lens, strict=True)):
         stored = gathered(case, inputs.cache, inputs.block_table[seq], ctx_len)
         context = numbers(case, stored, fault.read_scale(case)).to(dtype)
@@ -129,7 +128,7 @@ def _new_tokens(case: MlaCase, seqs: list[SequenceRows]) -> list[Seen]:
 
 def _rows(case: MlaCase, spans: list[Span], again: bool) -> torch.Tensor:
     """Return the rows of the sequences that a chunk begins, or continues; [num_tokens] bool."""
-    starts = row_starts(case)
+    starts = case.lengths.token_start_loc
     rows = torch.zeros(starts[-1], dtype=torch.bool)
     for span in spans:
         is_again = span.continues or (case.chunking != PACKED)
@@ -154,10 +153,8 @@ def _decode(case: MlaCase, inputs: Inputs, how: Arithmetic, fault: Fault) -> lis
     query, pad = inputs.query, case.padding
     if pad:
         query = torch.cat([query, query[:1].expand(pad, -1, -1)])
-        tables, lens = (
-            torch.cat([tables, tables[:1].expand(pad, -1)]),
-            torch.cat([lens, lens.new_zeros(pad)]),
-        )
+        tables = torch.cat([tables, tables[:1].expand(pad, -1)])
+        lens = torch.cat([lens, lens.new_zeros(pad)])
     cache, first = fault.slots(inputs.cache), fault.value_from(case)
     call = DecodeCall(
         query=query,
