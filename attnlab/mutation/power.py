@@ -311,7 +311,10 @@ def ladder(case: Case) -> Iterator[dict[str, Any]]:
     has_old_scale = case.sm_scale is None and case.release == "0.11.2"
     scale = {"sm_scale": case.head_size**-0.5} if has_old_scale else {}
     data: dict[str, Any] = {"distribution": "normal"}
-    poison = {"empty_slots": "garbage" if _reads_tail(case) else "nan"}
+    contracts = decide(case).contracts(Target.of(case), case.op)
+    # NaN leaks from slots after a sequence's last token if a kernel reads them.
+    has_tail = any(terms.reads_tail != "nothing" for terms in contracts)
+    poison = {"empty_slots": "garbage" if has_tail else "nan"}
     steps: list[dict[str, Any]] = [{}, data, {**data, **poison}]
     if case.is_fp8:
         store = {"cache_write": "scaled", **SECOND_SCALES, "x": None}
@@ -323,12 +326,6 @@ def ladder(case: Case) -> Iterator[dict[str, Any]]:
         if changes not in yielded:
             yielded.append(changes)
             yield {**changes, **always}
-
-
-def _reads_tail(case: Case) -> bool:
-    """Answer whether a kernel of the Case reads slots after a sequence's last token, where NaN leaks."""
-    contracts = decide(case).contracts(Target.of(case), case.op)
-    return any(terms.reads_tail != "nothing" for terms in contracts)
 
 
 def changes_text(changes: dict[str, Any]) -> str:

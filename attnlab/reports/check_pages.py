@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import os
 import re
 import shlex
@@ -30,7 +29,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import ErrorMap, map_errors
-from attnlab.reports.pages import render_page
+from attnlab.reports.pages import png_of, render_page, write_findings
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import XRay, key_columns, law_points
 
@@ -54,9 +53,8 @@ def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: boo
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(13.5, 7.6), layout="constrained")
         plot_xray(key_columns(one), law_points(one), figure=figure)
-        room = io.BytesIO()
-        figure.savefig(room, format="png", dpi=dpi, transparent=is_transparent)
-    return base64.b64encode(room.getvalue()).decode()
+        data = png_of(figure, dpi, is_transparent=is_transparent)
+    return base64.b64encode(data).decode()
 
 
 # Pages of coverage: the annotated source of each op, and an overview.
@@ -89,8 +87,6 @@ def check_writable(folder: Path) -> None:
 def write_coverage(report: "Report", folder: Path, command: str) -> Path:
     """Write a page for each op of a report and ``index.html``; return the latter."""
     check_writable(folder)
-    from attnlab.reports.pages import render_page
-
     facts = {"report": report, "command": command}
     for op, found in report.coverage.items():
         functions = [(one, [*_lines(one, found)]) for one in found.functions]
@@ -122,8 +118,7 @@ def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
         if missing or allowed:
             is_line = any(gap.what == "line" for gap in missing)
             state = "missed" if is_line else "partly" if missing else "excused"
-        notes = [gap.what if gap.what != "line" else "not reached" for gap in missing]
-        notes = [f"never {note}" if note != "not reached" else note for note in notes]
+        notes = [f"never {gap.what}" if gap.what != "line" else "not reached" for gap in missing]
         notes += dict.fromkeys(gap.reason for gap in allowed)
         yield SourceLine(number=number, html=line, state=state, note="; ".join(notes))
 
@@ -271,8 +266,6 @@ def check_folder(folder: Path) -> None:
 def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
     """Write a PNG of each finding, and a page with all of them, to ``folder``; return the page."""
     check_folder(folder)
-    from attnlab.reports.pages import write_findings
-
     lab = Lab(source=backend.path, device="cpu")
     pictures = [
         _picture(lab, backend, finding, folder / f"{i:02d}-{finding.op}-{finding.kind}.png")
@@ -292,16 +285,13 @@ def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Pictur
         return Picture(
             finding=finding, kind=kind, why="the call raised an error, so there is no output"
         )
-    cases = {"first found": finding.first, "the smallest case": finding.case}
+    given = {"first found": finding.first, "the smallest case": finding.case}
+    cases = {words: case for words, case in given.items() if case is not None}
     try:
-        maps = {
-            words: errors_of(lab, backend, case, finding)
-            for words, case in cases.items()
-            if case is not None
-        }
+        maps = {words: errors_of(lab, backend, case, finding) for words, case in cases.items()}
     except AttnLabError as error:
         return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
-    owners = [owners_of(case) for case in cases.values() if case is not None]
+    owners = [owners_of(case) for case in cases.values()]
     data = _drawn(maps, owners, f"{finding.op}: {finding.diagnosis}")
     write_bytes(path, data)
     return Picture(
@@ -340,9 +330,7 @@ def _drawn(maps: dict[str, ErrorMap], owners: Sequence[int | None], title: str) 
     for panel, (words, errors), cache_of in zip(panels, maps.items(), owners, strict=True):
         plot_error(errors, cache_of=cache_of, title=f"{words}: {_place(errors)}", ax=panel)
     figure.suptitle(title, fontweight="bold")
-    room = io.BytesIO()
-    figure.savefig(room, format="png", dpi=110)
-    return room.getvalue()
+    return png_of(figure, 110)
 
 
 def _place(errors: ErrorMap) -> str:
@@ -538,12 +526,14 @@ def _result(report: Report, finding: Finding) -> dict[str, Any]:
     text = f"{finding.op}: {_RULES[finding.kind]} ({finding.title}). {finding.evidence}"
     if finding.lines:
         text += f". {finding.lines[0].text}"
+    # What identifies a finding over commits: its op, kind and diagnosis, not its line.
+    fingerprint = hashlib.sha256("\0".join(finding.group).encode()).hexdigest()[:32]
     result: dict[str, Any] = {
         "ruleId": finding.kind,
         "ruleIndex": [*_RULES].index(finding.kind),
         "level": _level(finding.kind),
         "message": {"text": text},
-        "partialFingerprints": {"finding/v1": _fingerprint(finding)},
+        "partialFingerprints": {"finding/v1": fingerprint},
         "properties": {
             "diagnosis": finding.diagnosis,
             "names": [*finding.names],
@@ -574,11 +564,6 @@ def _physical(file: str, line: int) -> dict[str, Any]:
     if not file.startswith(("/", "../")):
         artifact["uriBaseId"] = _ROOT
     return {"artifactLocation": artifact, "region": {"startLine": line}}
-
-
-def _fingerprint(finding: Finding) -> str:
-    """Return what identifies a finding over commits: its op, kind and diagnosis, not its line."""
-    return hashlib.sha256("\0".join(finding.group).encode()).hexdigest()[:32]
 
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
@@ -621,13 +606,7 @@ def _check_files_row(report: Report, finding: Finding) -> str:
     """Return the row of a finding."""
     place = report.location(finding)
     cases = finding.seen_in(report.ops[finding.op]).removesuffix(" cases")
-    words = (
-        finding.op,
-        finding.kind,
-        finding.title,
-        cases,
-        "" if place is None else str(place),
-    )
+    words = (finding.op, finding.kind, finding.title, cases, "" if place is None else str(place))
     cells = [*map(_text, words)]
     known = next((entry.link for entry in report.known if entry.finding == finding), "")
     if known:

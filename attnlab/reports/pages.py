@@ -1,5 +1,6 @@
 """Write the pages of an investigation: self-contained HTML files."""
 
+import io
 import logging
 import re
 import threading
@@ -26,21 +27,13 @@ from attnlab.show.notebook import (
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
+    from matplotlib.figure import Figure
 
 # Make a piece of HTML self-contained: nothing is loaded, no script runs, no link is dead.
 
 _LOADERS = ["script", "link", "iframe", "frame", "object", "embed", "base", "meta"]
-_LOADING = [
-    "src",
-    "srcset",
-    "poster",
-    "data",
-    "background",
-    "xlink:href",
-    "action",
-    "formaction",
-    "ping",
-]
+_LOADING = ["src", "srcset", "poster", "data", "background", "xlink:href", "action", "formaction"]
+_LOADING += ["ping"]
 _CSS_LOAD = re.compile(r"@import[^;]*;?|url\(\s*['\"]?(?!['\"]?(?:data:|#))[^)]*\)", re.I)
 _NOTEBOOK_LINK = re.compile(r"(?:\./)?(\d\d-[\w.-]+)\.ipynb(#.*)?$")
 _PAGE_LINK = re.compile(r"(https?:|mailto:|#)", re.I)
@@ -109,12 +102,10 @@ def _clean_picture(picture: Any) -> None:
 def _clean_link(link: Any, pages: Collection[str]) -> None:
     """Point a link to the page of a notebook, keep it, or remove its address."""
     address = str(link["href"]).strip()
-    if found := _NOTEBOOK_LINK.match(address):
-        if found[1] in pages:
-            link["href"] = f"{found[1]}.html{found[2] or ''}"
-        else:
-            del link["href"]
-    elif not _PAGE_LINK.match(address):
+    found = _NOTEBOOK_LINK.match(address)
+    if found and found[1] in pages:
+        link["href"] = f"{found[1]}.html{found[2] or ''}"
+    elif found or not _PAGE_LINK.match(address):
         del link["href"]
 
 
@@ -320,7 +311,7 @@ def write_post_mortem(
     report = read_post_mortem(notebook)
     picture = lift_picture(body) if report else ""
     previous, following = _neighbours(html.stem, pages)
-    page = _render(
+    page = render_page(
         "post_mortem.html.j2",
         title=read_title(notebook) or executed.stem,
         body=str(body),
@@ -341,11 +332,18 @@ def write_post_mortem(
     write_text(html, page)
 
 
+def png_of(figure: "Figure", dpi: int, *, is_transparent: bool = False) -> bytes:
+    """Return a figure as a PNG."""
+    room = io.BytesIO()
+    figure.savefig(room, format="png", dpi=dpi, transparent=is_transparent)
+    return room.getvalue()
+
+
 def write_index(results: Results, path: Path) -> None:
     """Write the page that links to all others, titled by the incident of the first post-mortem."""
     reports = [one.report for one in results.outcomes if one.report and one.report.incident]
     incident = reports[0] if reports else None
-    page = _render(
+    page = render_page(
         "overview.html.j2",
         title=f"{incident.incident}: post-mortem" if incident else "attnlab: verdicts",
         incident=incident,
@@ -353,29 +351,15 @@ def write_index(results: Results, path: Path) -> None:
         outcomes=results.outcomes,
         total=results.total,
         folder=path.parent,
-        versions=versions(),
-        date=_date(None),
     )
     write_text(path, page)
 
 
 def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: str) -> None:
     """Write the findings of ``attnlab check`` as one page, with a picture for each finding."""
-    page = _render(
-        "findings.html.j2",
-        title=f"attnlab check: {report.version}",
-        report=report,
-        pictures=pictures,
-        command=command,
-        versions=versions(),
-        date=_date(None),
-    )
-    write_text(path, page)
-
-
-def render_page(template: str, **facts: Any) -> str:
-    """Return a page of a template, with the versions and the date."""
-    return _render(template, versions=versions(), date=_date(None), **facts)
+    title = f"attnlab check: {report.version}"
+    facts = {"title": title, "report": report, "pictures": pictures, "command": command}
+    write_text(path, render_page("findings.html.j2", **facts))
 
 
 def _neighbours(
@@ -405,9 +389,13 @@ def _case_command(provenance: Sequence[Any]) -> str:
     return ""
 
 
-def _render(template: str, **facts: Any) -> str:
-    """Fill a page template; everything that is not marked as HTML is escaped."""
+def render_page(template: str, **facts: Any) -> str:
+    """Fill a page template; everything that is not marked as HTML is escaped.
+
+    The versions and the date are those of now, unless ``facts`` have others.
+    """
     css = (TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_colours()
+    facts = {"versions": versions(), "date": _date(None), **facts}
     return str(_environment().get_template(template).render(css=css, **facts))
 
 

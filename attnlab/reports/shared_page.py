@@ -5,7 +5,6 @@ needs no package beyond those of attnlab.
 """
 
 import base64
-import io
 import json
 import linecache
 import math
@@ -30,7 +29,7 @@ from attnlab.horizon.deployment import GPUS, Deployment
 from attnlab.horizon.survey import Row, Survey
 from attnlab.lab.decode_error import DecodedError
 from attnlab.reports.close_up import TracedRun, close_up, weights_only, wrong_first
-from attnlab.reports.pages import render_page
+from attnlab.reports.pages import png_of, render_page
 from attnlab.show.notebook import versions
 from attnlab.show.sheets import html, sheet_of
 from attnlab.show.sheets.sheet import Bar, Facts, Grid, Hidden, Lines, Link, Part, Value, Words
@@ -214,11 +213,7 @@ def page_of(
             common |= {"rows": (), "cases": tuple((one.title, one.command) for one in found)}
     source = None if line is None else excerpt(*line)
     return SharedPage(
-        cause=cause,
-        evidence=tuple(evidence),
-        pictures=drawn,
-        source=source,
-        **common,
+        cause=cause, evidence=tuple(evidence), pictures=drawn, source=source, **common
     )
 
 
@@ -364,8 +359,7 @@ def error_picture(lengths: Lengths, errors: torch.Tensor, wrong: torch.Tensor) -
         f"{_left_out(len(rows), wrong.shape[0], 'rows')}"
     )
     names = {"wrong": "wrong beyond rounding", "right": "right", "idle": "did not run"}
-    svg = _grid(labels, cells, _numbered("head", len(heads)))
-    return Picture(title=title, svg=svg, legend=_legend(names, cells))
+    return _drawn(title, labels, cells, _numbered("head", len(heads)), names)
 
 
 def text_pictures(found: "DecodedError | ErrorAnswer", case: Case) -> tuple[Picture, ...]:
@@ -382,8 +376,7 @@ def text_pictures(found: "DecodedError | ErrorAnswer", case: Case) -> tuple[Pict
         title = f"row {found.row} is token {found.token} of sequence {found.seq}; head {found.head}"
         title += _left_out(len(tokens), found.query_len, "rows of the sequence")
         labels = [f"sequence {found.seq}, token {token}" for token in tokens]
-        svg = _grid(labels, cells, _numbered("head", len(heads), first))
-        return (Picture(title=title, svg=svg, legend=_legend(_OF_TEXT, cells)),)
+        return (_drawn(title, labels, cells, _numbered("head", len(heads), first), _OF_TEXT),)
     if found.offset is not None:
         return (_cache_picture(found),)
     return (_dtype_picture(found),) if found.rejected else ()
@@ -399,9 +392,8 @@ def _cache_picture(found: "ErrorAnswer") -> Picture:
     if found.position is not None:
         label = f"block_table[{found.seq}][{found.position // size}]"
     cells = [[_square(i == found.offset, f"{label}, offset {i}") for i in range(size)]]
-    svg = _grid([label], cells, _numbered("slot", size))
     title = f"offset {found.offset} of {label}, head {found.head}"
-    return Picture(title=title, svg=svg, legend=_legend(_OF_TEXT, cells))
+    return _drawn(title, [label], cells, _numbered("slot", size), _OF_TEXT)
 
 
 def _dtype_picture(found: "ErrorAnswer") -> Picture:
@@ -414,9 +406,8 @@ def _dtype_picture(found: "ErrorAnswer") -> Picture:
         cells.append([_square(*one, other="right") for one in zip(bad, words, strict=True)])
     names = {"wrong": "the kernel raises this error", "right": "it does not"}
     heads = ", ".join(f"{tensor} of {kernel}" for kernel, tensor in columns)
-    svg = _grid(list(STAGES), cells, heads)
     title = "The stages of the test in which a kernel raises this error"
-    return Picture(title=title, svg=svg, legend=_legend(names, cells))
+    return _drawn(title, list(STAGES), cells, heads, names)
 
 
 def _square(is_marked: bool, title: str, other: str = "idle") -> Square:
@@ -441,8 +432,7 @@ def matrix_pictures(table: "MatrixTable") -> tuple[Picture, ...]:
         bad = sum(cell[0] == "wrong" for line in cells for cell in line)
         total = sum(map(len, rows.values()))
         title = f"{bad} of {total} ids of {test} do not match"
-        svg = _grid(list(rows), cells, f"columns: {', '.join(columns)}")
-        found.append(Picture(title=title, svg=svg, legend=_legend(names, cells)))
+        found.append(_drawn(title, list(rows), cells, f"columns: {', '.join(columns)}", names))
     return tuple(found)
 
 
@@ -458,9 +448,8 @@ def comparison_pictures(
         for line in zip(*shown, strict=True)
     ]
     title = f"In which cases each kernel is wrong{_left_out(len(shown), len(cases), 'cases')}"
-    svg = _grid(names, cells, _numbered("case", len(shown), 1))
-    legend = _legend({"wrong": "wrong beyond rounding, or rejected", "right": "right"}, cells)
-    return (Picture(title=title, svg=svg, legend=legend),)
+    texts = {"wrong": "wrong beyond rounding, or rejected", "right": "right"}
+    return (_drawn(title, names, cells, _numbered("case", len(shown), 1), texts),)
 
 
 def slot_picture(found: SlotMap) -> Picture:
@@ -490,10 +479,8 @@ def slot_picture(found: SlotMap) -> Picture:
         "right": "not read",
         "idle": "empty",
     }
-    legend = _legend(names, cells)
     title = f"{what}{_left_out(len(kept), len(used), 'blocks')}"
-    svg = _grid(labels, cells, _numbered("slot", found.is_read.shape[1]))
-    return Picture(title=title, svg=svg, legend=legend)
+    return _drawn(title, labels, cells, _numbered("slot", found.is_read.shape[1]), names)
 
 
 def _is_used(found: SlotMap, block: int) -> bool:
@@ -513,12 +500,17 @@ def _slot_cell(found: SlotMap, block: int, slot: int) -> Square:
     return _STRANGE.get(state, "read"), text, ""
 
 
-def _legend(
-    names: dict[str, str], cells: Sequence[Sequence[Square]]
-) -> tuple[tuple[str, str], ...]:
-    """Return the classes that occur, with their texts."""
+def _drawn(
+    title: str,
+    labels: Sequence[str],
+    cells: Sequence[Sequence[Square]],
+    columns: str,
+    names: dict[str, str],
+) -> Picture:
+    """Return the picture of a grid; ``names``: the texts of the classes, for those that occur."""
     found = {name for line in cells for name, *_ in line}
-    return tuple((name, text) for name, text in names.items() if name in found)
+    legend = tuple((name, text) for name, text in names.items() if name in found)
+    return Picture(title=title, svg=_grid(labels, cells, columns), legend=legend)
 
 
 def _left_out(shown: int, count: int, what: str) -> str:
@@ -622,9 +614,8 @@ def _picture(rows: list[Row], deployment: Deployment, *, is_dark: bool) -> str:
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(9, 4.2 + 0.22 * len(lines)), layout="constrained")
         plot_margins(lines, memory, ax=figure.add_subplot())
-        room = io.BytesIO()
-        figure.savefig(room, format="png", dpi=110, transparent=True)
-    return base64.b64encode(room.getvalue()).decode()
+        data = png_of(figure, 110, is_transparent=True)
+    return base64.b64encode(data).decode()
 
 
 def margin_pictures(one: Survey) -> list[Picture]:

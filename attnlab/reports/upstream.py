@@ -41,6 +41,7 @@ from attnlab.library.op import names_in, package_of
 from attnlab.linear.state_call import StateCall, make_call
 from attnlab.linear.state_case import RECORDS, StateCase
 from attnlab.linear.state_plan import right_plan
+from attnlab.reports.pages import TEMPLATES
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import Stored, stored_tensors
@@ -150,9 +151,6 @@ def merge_facts(case: Case) -> dict[str, Any]:
     return {"tensors": {name: tensor_text(one) for name, one in parts.items()}}
 
 
-_TEMPLATES = Path(__file__).parent / "templates"
-
-
 def has_write_script(case: Case) -> bool:
     """Answer whether a script can reproduce a Case of reshape_and_cache_flash."""
     return case.op == WRITE and case.argument.cache is None and case.argument.base in _WRITTEN
@@ -184,7 +182,7 @@ def write_facts(case: Case) -> dict[str, Any]:
         "x": 16 // given["value_cache"].element_size(),
         "block_size": case.block_size,
         "num_slots": case.total_blocks * case.block_size,
-        "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
+        "fp8": _name(written_format(case).dtype) if case.is_fp8 else "",
         "scales": [case.k_scale, case.v_scale],
     }
 
@@ -287,10 +285,10 @@ def has_script(case: Case) -> bool:
 
 def _facts(finding: Finding, version: str) -> dict[str, Any]:
     """Return the values that the templates use for a finding."""
-    case, record = finding.case, RECORDS[finding.op]
+    case, record, kind = finding.case, RECORDS[finding.op], KINDS[finding.kind]
     facts = {
-        "title": f"{finding.op}: {_of_it(finding)}",
-        "what": f"`{finding.op}`: {KINDS[finding.kind]}",
+        "title": f"{finding.op}: {kind.removeprefix('it ').replace('its output', 'output')}",
+        "what": f"`{finding.op}`: {kind}",
         "evidence": finding.evidence.rstrip("."),
         "diagnosis": finding.title,
         "version": version,
@@ -315,11 +313,6 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
     }
     facts |= argument_facts(case) | ignored_facts(case)
     return {**facts, **_of_case(case)} if has_script(case) else facts
-
-
-def _of_it(finding: Finding) -> str:
-    """Return the kind of a finding as part of a title."""
-    return KINDS[finding.kind].removeprefix("it ").replace("its output", "output")
 
 
 def _setting(case: Case) -> str:
@@ -356,6 +349,7 @@ def _of_case(case: Case) -> dict[str, Any]:
     arguments = {name: expression(name, value, call) for name, value in given.items()}
     cached = cached_lens(contract(case.op, target, case.op), call)
     return {
+        **_numbers(call),
         "query_lens": list(case.lengths.query_lens),
         "ctx_lens": list(case.lengths.ctx_lens),
         "num_heads": case.num_heads,
@@ -365,19 +359,13 @@ def _of_case(case: Case) -> dict[str, Any]:
         "dtype": case.dtype,
         "num_blocks": case.total_blocks - case.first_block,
         "first_block": case.first_block,
-        "sinks": None if call.sinks is None else call.sinks.tolist(),
-        "softcap": call.softcap,
         "scale": repr(scale) if math.isfinite(scale) else "0.0",
-        "sliding_window": case.sliding_window,
-        "block_table": call.block_table.tolist(),
-        "block_table_dtype": str(call.block_table.dtype).removeprefix("torch."),
         "seeds": [
             (case.seed << 24) + (salt << 20) for salt in range(3)
         ],  # as attnlab.tensors.cache draws
-        "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
+        "fp8": _name(written_format(case).dtype) if case.is_fp8 else "",
         "k_scale": case.k_scale,
         "v_scale": case.v_scale,
-        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes.tolist(),
         "first_kept": kept if any(kept) else None,
         "fill": _FILL[case.empty_slots],
         "buffer": _BUFFER[case.output_init],
@@ -387,24 +375,16 @@ def _of_case(case: Case) -> dict[str, Any]:
         "cached": cached.tolist(),
         "arguments": arguments,
         "output": next(name for name, text in arguments.items() if text == "output"),
-        **mask_facts(call),
     }
+
+
+_FIELDS = ("query", "key", "value", "output", "key_cache", "value_cache", "alibi_slopes", "sinks")
 
 
 def expression(name: str, value: Any, call: KernelCall) -> str:
     """Return an argument of the op as an expression of the script."""
     names = {"key": "new_keys", "value": "new_values"}
-    for field in (
-        "query",
-        "key",
-        "value",
-        "output",
-        "key_cache",
-        "value_cache",
-        "alibi_slopes",
-        "sinks",
-        *MASK_TENSORS,
-    ):
+    for field in (*_FIELDS, *MASK_TENSORS):
         if isinstance(value, torch.Tensor) and value is getattr(call, field):
             return names.get(field, field)
     if value is call.block_table:
@@ -431,7 +411,7 @@ def render(template: str, facts: dict[str, Any]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     texts = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -623,10 +603,23 @@ def _is_flash(cache: torch.Tensor, call: KernelCall) -> bool:
     return cache.dim() == 4 and tuple(cache.shape[1:]) == (call.block_size, heads, size)
 
 
+def _numbers(call: KernelCall) -> dict[str, Any]:
+    """Return what the scripts of a Case and of a call state alike, by the templates' names."""
+    return {
+        "block_table": call.block_table.tolist(),
+        "block_table_dtype": _name(call.block_table.dtype),
+        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes.tolist(),
+        "sinks": None if call.sinks is None else call.sinks.tolist(),
+        "softcap": call.softcap,
+        "sliding_window": call.sliding_window,
+        **mask_facts(call),
+    }
+
+
 def _sizes(call: KernelCall) -> dict[str, Any]:
     """Return the numbers of a call by the template's names."""
-    sinks = call.sinks
     return {
+        **_numbers(call),
         "op": call.op,
         "first_block": 0,
         "query_lens": call.query_lens.tolist(),
@@ -638,17 +631,10 @@ def _sizes(call: KernelCall) -> dict[str, Any]:
         "block_size": call.block_size,
         "dtype": _name(call.query.dtype),
         "scale": repr(call.query.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale),
-        "block_table": call.block_table.tolist(),
-        "block_table_dtype": _name(call.block_table.dtype),
-        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes.tolist(),
-        "sinks": None if sinks is None else sinks.tolist(),
-        "sinks_dtype": None if sinks is None else _name(sinks.dtype),
-        "softcap": call.softcap,
-        "sliding_window": call.sliding_window,
+        "sinks_dtype": None if call.sinks is None else _name(call.sinks.dtype),
         "k_scale": call.k_scale,
         "v_scale": call.v_scale,
         "setting": _call_setting(call),
-        **mask_facts(call),
         "op_argument": "",
     }
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError, VerdictFailed
 from attnlab.case.flags import check_injected
-from attnlab.case.shown import Shown, renderer
+from attnlab.case.shown import Shown, json_fields, renderer
 from attnlab.show.sheets.sheet import Facts, Grid, Part, Row, Sheet, Words
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -40,26 +40,16 @@ class Verdict(Shown):
 
     def to_json(self) -> dict[str, Json]:
         """Return the verdict as JSON values; `ok` is for readers, from_json ignores it."""
-        return {
-            "name": self.name,
-            "expected": self.expected,
-            "found": self.found,
-            "evidence": self.evidence,
-            "ok": self.ok,
-        }
+        return json_fields(self, "ok", without=("_shown_in",))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
         """Restore a verdict from to_json; raise AttnLabError if a key is missing."""
-        missing = [key for key in ("name", "expected", "found", "evidence") if key not in data]
+        keys = ("name", "expected", "found", "evidence")
+        missing = [key for key in keys if key not in data]
         if missing:
             raise AttnLabError(f"a verdict must have the key {missing[0]}, got {sorted(data)}")
-        return cls(
-            name=data["name"],
-            expected=data["expected"],
-            found=data["found"],
-            evidence=dict(data["evidence"]),
-        )
+        return cls(**{key: data[key] for key in keys[:3]}, evidence=dict(data["evidence"]))
 
     def __str__(self) -> str:
         if self.ok:

@@ -47,7 +47,7 @@ from attnlab.weights.measurement import (
     runner,
 )
 from attnlab.weights.plan import Constant, Description, Rule, numbers, right_plan
-from attnlab.weights.rules import Gain, HeadGain, HeadScore, KeyHead, Power, ScoreFactor, TileTimes
+from attnlab.weights.rules import Gain, HeadFactors, KeyHead, Power, ScoreFactor, TileTimes
 from attnlab.weights.search import MAX_RULES, Found, describe
 from attnlab.weights.setup import (
     AttentionSetup,
@@ -298,7 +298,7 @@ class SecondCase:
         rules = [rule for one in search.descriptions for rule in one.rules]
         more_heads = any(isinstance(rule, KeyHead) for rule in rules)
         every_head = more_heads or faults.is_rule
-        every_head |= any(isinstance(rule, HeadScore | HeadGain) for rule in rules)
+        every_head |= any(isinstance(rule, HeadFactors) for rule in rules)
         heads = None if more_heads else first.scope.heads
         found = self.examined(heads, every_head=every_head, more_heads=more_heads)
         if found is None:
@@ -532,7 +532,7 @@ def _factors(rule: Rule) -> tuple[Constant, ...]:
     """Return the factors that a rule consists of, none for one that says more."""
     if isinstance(rule, Gain | Power | ScoreFactor):
         return (rule.factor,)
-    if isinstance(rule, HeadGain | HeadScore):
+    if isinstance(rule, HeadFactors):
         return tuple(factor for _, factor in rule.factors)
     return (rule.times,) if isinstance(rule, TileTimes) else ()
 

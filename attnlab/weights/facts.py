@@ -452,10 +452,6 @@ class _Keys:
         ratio = self.measured / self.expected
         return ratio, _SAME * (relative * ratio.abs().clamp(min=1) + fixed / self.expected)
 
-    def _ranges(self, starts: list[int]) -> list[tuple[int, int]]:
-        """Return the first key of each range, and the first one after it."""
-        return list(zip(starts, [*starts[1:], len(self.at)], strict=True))
-
     def _factor(self, begin: int, end: int) -> torch.Tensor:
         """Return the factor of the weights of a range of keys, [heads], from those that are large enough."""
         known = self.expected[:, begin:end] > _CLEAR * self.floor
@@ -466,7 +462,8 @@ class _Keys:
     def _parts(self, starts: list[int]) -> _Words:
         """Return the factor of each range of keys, of all heads."""
         texts, ranges = list[str](), list[tuple[float, float]]()
-        for i, (begin, end) in enumerate(self._ranges(starts)):
+        ends = [*starts[1:], len(self.at)]  # the first key after each range
+        for i, (begin, end) in enumerate(zip(starts, ends, strict=True)):
             low, high = _ends(self._factor(begin, end))
             last = int(self.at[end - 1])
             keys = f"keys {int(self.at[begin])}–{last}" if i else f"keys up to {last}"

@@ -201,8 +201,7 @@ def fit_law(plan: Plan, weights: torch.Tensor, *, with_distance: bool) -> Law | 
     count = int(used.sum())
     if count < 8:
         return None
-    bias = plan.logits() - plan.scores() * plan.power
-    target = measured.clamp(min=1e-300).log() - bias
+    target = _without_bias(plan, measured)
     columns = [plan.scores()]
     distance = plan.distance()[:, None].expand_as(target)
     heads = weights.shape[1]
@@ -238,6 +237,11 @@ def _least_squares(design: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         design, values = (design.T @ design).cpu(), (design.T @ values).cpu()
     solution: torch.Tensor = torch.linalg.lstsq(design, values[:, None]).solution[:, 0]
     return solution.to(where)
+
+
+def _without_bias(plan: Plan, measured: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of measured weights without what the plan adds to the scores."""
+    return measured.clamp(min=1e-300).log() - (plan.logits() - plan.scores() * plan.power)
 
 
 def _centred(values: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
@@ -398,13 +402,7 @@ def _is_one(factors: torch.Tensor) -> bool:
 def _slopes(plan: Plan, measured: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """Return the slope of the log weight against the score, of each head, [H]; NaN for too few weights."""
     used = used & (used.sum(-1, keepdim=True) > 1)
-    scores = plan.scores()
-    target = measured.clamp(min=1e-300).log() - (plan.logits() - scores * plan.power)
-    count = used.sum(-1, keepdim=True).clamp(min=1)
-    x, y = (
-        torch.where(used, one - torch.where(used, one, 0.0).sum(-1, keepdim=True) / count, 0.0)
-        for one in (scores, target)
-    )
+    x, y = _centred(plan.scores(), used), _centred(_without_bias(plan, measured), used)
     slope = (x * y).sum((0, 2)) / x.square().sum((0, 2))
     return torch.where(used.sum((0, 2)) >= _FEW, slope, torch.nan)
 

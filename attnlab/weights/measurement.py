@@ -198,22 +198,12 @@ def _fit(
 
 # How large an X-ray may be.
 
-MOST_WEIGHTS = 1 << 26  # of a measurement, on any machine
-
-
-def check_size(call: KernelCall, rows: int, heads: int) -> None:
-    """Raise InvalidCall if the X-ray of so many rows and heads would be too large."""
-    check_numbers(rows, heads, num_slots(call))
-
-
-def most_weights() -> int:
-    """Return how many weights a measurement may have: more than MOST_WEIGHTS if memory is available."""
-    return max(MOST_WEIGHTS, available_bytes() // BYTES)
+MOST_WEIGHTS = 1 << 26  # of a measurement, on any machine; more if memory is available
 
 
 def check_numbers(rows: int, heads: int, slots: int) -> None:
     """Raise InvalidCall if an X-ray would hold too many numbers."""
-    if rows * heads * slots > (most := most_weights()):
+    if rows * heads * slots > (most := max(MOST_WEIGHTS, available_bytes() // BYTES)):
         raise InvalidCall(
             f"rows × heads × slots must be at most {most}, got {rows} × {heads} × {slots}; "
             "choose a part with --seq-range and --kv-head-range, or fewer blocks",
@@ -221,9 +211,6 @@ def check_numbers(rows: int, heads: int, slots: int) -> None:
         )
 
 
-_MEASUREMENT_SMALL = (
-    1.0  # an error of a weight, in units of the relative precision, that leaves nothing to explain
-)
 _KEPT = 0.375  # in the output buffer; a row that keeps it and, in an equal run, NaN is not written
 MOST_RUNS = 64  # runs that measure every slot by itself; for more slots, random codes find those that matter
 MOST_LANE_RUNS = 4096
@@ -573,7 +560,7 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
     call, target, device = subject.call, subject.target, subject.device
     check_weighs_values(call.spec)
     call = as_measurable(call)
-    check_size(call, len(subject.rows), len(subject.heads))
+    check_numbers(len(subject.rows), len(subject.heads), num_slots(call))
     owners = slot_owners(call)
     held = holds_token(call, owners) if subject.written is None else subject.written
     call = with_finite_keys(call, target, ~held)

@@ -323,9 +323,13 @@ def right_plan(setup: AttentionSetup) -> Plan:
 
 def right_keys(setup: AttentionSetup) -> torch.Tensor:
     """Return which entries each row must see, [R, E] bool."""
-    at = setup.entry_position
-    source = torch.where(setup.is_new, at >= setup.cached[:, None], at < setup.cached[:, None])
-    return source & (setup.entry_slot >= 0) & visible_entries(setup)
+    return read_entries(setup) & visible_entries(setup)
+
+
+def read_entries(setup: AttentionSetup) -> torch.Tensor:
+    """Return which entries are read where a correct kernel reads them, hidden ones included, [R, E] bool."""
+    cached = setup.entry_position < setup.cached[:, None]
+    return torch.where(setup.is_new, ~cached, cached) & (setup.entry_slot >= 0)
 
 
 PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}

@@ -18,6 +18,7 @@ from attnlab.weights.plan import (
     Plan,
     Rescale,
     Rule,
+    read_entries,
     usable,
 )
 from attnlab.weights.setup import AttentionSetup, misread
@@ -154,10 +155,8 @@ class MaskCapped(Rule):
         setup = plan.setup
         if plan.softcap is None:
             return plan
-        at = setup.entry_position
-        source = torch.where(setup.is_new, at >= setup.cached[:, None], at < setup.cached[:, None])
-        hidden = (plan.visible == 0) & (at < setup.seq_len[:, None]) & source
-        hidden &= setup.entry_slot >= 0
+        hidden = (plan.visible == 0) & (setup.entry_position < setup.seq_len[:, None])
+        hidden &= read_entries(setup)
         after = torch.zeros_like(setup.cached)
         for length in (setup.cached, setup.seq_len - setup.cached) if self.tile else ():
             after = after + -length % self.tile
@@ -291,63 +290,48 @@ Factors = tuple[tuple[int, Constant], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadScore(Rule):
-    """The scores of query heads have factors of their own; heads that are not listed have 1."""
+class HeadFactors(Rule):
+    """Query heads have factors of their own; heads that are not listed have 1."""
 
     factors: Factors
 
     complexity = 3
 
-    def apply(self, plan: Plan) -> Plan:
-        found = _by_head(self.factors, plan)
-        return plan.change(head_factor=_product(plan.head_factor, found))
+    def times(self, old: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+        """Return the factor of each head of a plan, [H] float64, times ``old`` if there is one."""
+        known = {head: constant.of(plan.setup) for head, constant in self.factors}
+        own = [known.get(head, 1.0) for head in plan.setup.heads.tolist()]
+        found = torch.tensor(own, dtype=torch.float64)
+        return found if old is None else old * found
 
     @property
     def text(self) -> str:
-        return (
-            f"the scores are multiplied by a further constant for each head: {_text(self.factors)}"
+        groups: dict[str, list[str]] = {}
+        for head, constant in self.factors:
+            groups.setdefault(constant.text, []).append(str(head))
+        by_head = "; ".join(
+            f"{'head' if len(heads) == 1 else 'heads'} {', '.join(heads)} × {text}"
+            for text, heads in groups.items()
         )
+        return f"{self.words} multiplied by a further constant for each head: {by_head}"
 
 
-@dataclass(frozen=True, slots=True)
-class HeadGain(Rule):
-    """The output of query heads has factors of its own; heads that are not listed have 1."""
+class HeadScore(HeadFactors):
+    """The factors are those of the scores."""
 
-    factors: Factors
-
-    complexity = 3
+    words = "the scores are"
 
     def apply(self, plan: Plan) -> Plan:
-        return plan.change(head_gain=_product(plan.head_gain, _by_head(self.factors, plan)))
-
-    @property
-    def text(self) -> str:
-        return (
-            f"the output is multiplied by a further constant for each head: {_text(self.factors)}"
-        )
+        return plan.change(head_factor=self.times(plan.head_factor, plan))
 
 
-def _product(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    return other if one is None else one * other
+class HeadGain(HeadFactors):
+    """The factors are those of the output."""
 
+    words = "the output is"
 
-def _by_head(factors: Factors, plan: Plan) -> torch.Tensor:
-    """Return the factor of each head of a plan, [H] float64."""
-    known = {head: constant.of(plan.setup) for head, constant in factors}
-    return torch.tensor(
-        [known.get(head, 1.0) for head in plan.setup.heads.tolist()], dtype=torch.float64
-    )
-
-
-def _text(factors: Factors) -> str:
-    """Return the heads of each factor in words."""
-    groups: dict[str, list[str]] = {}
-    for head, constant in factors:
-        groups.setdefault(constant.text, []).append(str(head))
-    return "; ".join(
-        f"{'head' if len(heads) == 1 else 'heads'} {', '.join(heads)} × {text}"
-        for text, heads in groups.items()
-    )
+    def apply(self, plan: Plan) -> Plan:
+        return plan.change(head_gain=self.times(plan.head_gain, plan))
 
 
 _OF = {"both": "", "values": " in the weighted sum only", "sum": " in the denominator only"}
@@ -371,12 +355,8 @@ class KeyTimes(Rule):
     def complexity(self) -> int:
         edges = (self.begin, self.end)
         one_part = self.part != "all" and self.begin.feature == "window"
-        return (
-            1
-            + sum(bool(e.down or e.up or e.within) for e in edges)
-            + (self.of != "both")
-            + one_part
-        )
+        rounded = sum(bool(e.down or e.up or e.within) for e in edges)
+        return 1 + rounded + (self.of != "both") + one_part
 
     def mask(self, plan: Plan) -> torch.Tensor:
         """Return which entries the rule concerns, [R, E] bool."""
@@ -385,8 +365,7 @@ class KeyTimes(Rule):
         inside = (at >= self.begin.at(setup, self.part)[:, None]) & (setup.entry_slot >= 0)
         inside &= at < self.end.at(setup, self.part)[:, None]
         if self.part == "all":
-            cached = at < setup.cached[:, None]
-            return inside & torch.where(is_new, ~cached, cached)
+            return inside & read_entries(setup)
         return inside & (is_new if self.part == "new" else ~is_new)
 
     def apply(self, plan: Plan) -> Plan:
@@ -517,8 +496,7 @@ class TopLeftMask(Rule):
         setup = plan.setup
         last = (setup.position - setup.ctx_len)[:, None]
         at, window = setup.entry_position, setup.call.sliding_window
-        in_cache = at < setup.cached[:, None]
-        seen = torch.where(setup.is_new, ~in_cache, in_cache) & (setup.entry_slot >= 0)
+        seen = read_entries(setup)
         seen &= (at <= last) & (at > last - window if window else at >= 0)
         return plan.change(visible=seen.double(), counted=seen.double())
 
@@ -691,15 +669,9 @@ class OtherSlots(Rule):
 
     @property
     def complexity(self) -> int:
-        parts = (
-            self.row != "own",
-            self.column,
-            self.divisor,
-            self.modulus,
-            self.shift,
-            self.slot_shift,
-        )
-        return sum(map(bool, parts)) + (self.of != "both") + (self.begin != _START)
+        numbers = (self.column, self.divisor, self.modulus, self.shift, self.slot_shift)
+        others = (self.row != "own", self.of != "both", self.begin != _START)
+        return sum(map(bool, numbers + others))
 
     def apply(self, plan: Plan) -> Plan:
         setup, slots = plan.setup, self.slots(plan.setup)

@@ -210,17 +210,9 @@ def _scores(plan: Plan, law: Law | None) -> Iterator[Rule]:
     if plan.softcap is not None:  # the law of capped scores says little of their factor
         yield from (ScoreFactor(Constant(name)) for name in ("sm_scale", "1/sm_scale"))
     for part, _ in parts_of(setup):
-        for name in (
-            "k_scale",
-            "1/k_scale",
-            "v_scale/k_scale",
-            "v_scale",
-            "log2(e)",
-            "ln(2)",
-            "2",
-            "1/2",
-        ):
+        for name in ("k_scale", "1/k_scale", "v_scale/k_scale", "v_scale"):
             yield ScoreFactor(Constant(name), part)
+        yield from (ScoreFactor(constant, part) for constant in names)
     if plan.slopes is not None:
         for name in ("0", "-1", "log2(e)", "ln(2)", "sm_scale", "1/sm_scale", "2"):
             yield AlibiFactor(Constant(name))
@@ -231,8 +223,7 @@ def _scores(plan: Plan, law: Law | None) -> Iterator[Rule]:
         yield Softcap("before scale")
         if plan.slopes is not None:
             yield Softcap("after bias")
-        for name in ("log2(e)", "ln(2)", "2", "1/2"):
-            yield Softcap("score", Constant(name))
+        yield from (Softcap("score", constant) for constant in names)
         yield from (MaskCapped(tile) for tile in (0, *tile_sizes(setup)))
 
 
@@ -329,13 +320,11 @@ _BEAM = 5
 class Found:
     """The descriptions that explain all weights, simplest first; empty if none was found in time.
 
-    ``tried``: the number of descriptions that were tried; ``best``: the one that leaves the least
-    unexplained.
+    ``tried``: the number of descriptions that were tried.
     """
 
     descriptions: tuple[Description, ...]
     tried: int
-    best: Description | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -354,29 +343,24 @@ class Search:
     def run(self) -> Found:
         """Return what explains the weights."""
         wrong = ~explained(self.setup, self.measured, right_weights(self.setup), 1.0)
-        best: tuple[float, Description] | None = None
         for depth in range(1, self.max_rules + 1):
             for scope in scopes(self.setup, wrong):
-                found, leftover = self._search(scope, wrong, depth)
+                found = self._search(scope, wrong, depth)
                 if depth == 1 and not found:
                     found = list(self._fitted(scope, wrong))
                 if found:
                     found += self._narrower(found, wrong)
                     found.sort(key=lambda one: one.complexity)
                     return Found(descriptions=tuple(found), tried=self.tried)
-                if leftover is not None and (best is None or leftover[0] < best[0]):
-                    best = leftover
                 if self._is_late():
                     break
-        return Found(descriptions=(), tried=self.tried, best=None if best is None else best[1])
+        return Found(descriptions=(), tried=self.tried)
 
     def _is_late(self) -> bool:
         return time.thread_time() - self.began > self.limit_s
 
-    def _search(
-        self, scope: Scope, wrong: torch.Tensor, depth: int
-    ) -> tuple[list[Description], tuple[float, Description] | None]:
-        """Return the descriptions of ``depth`` rules that explain everything, and the best other one."""
+    def _search(self, scope: Scope, wrong: torch.Tensor, depth: int) -> list[Description]:
+        """Return the descriptions of ``depth`` rules that explain everything."""
         rows, heads = sample(self.setup, wrong, scope)
         setup = self.setup.take(rows, heads)
         measured = self.measured[rows][:, heads]
@@ -394,8 +378,7 @@ class Search:
                 scored.append((cost, rules, plan))
             scored.sort(key=lambda one: one[0])
             beam = scored[:_BEAM]
-        leftover = (beam[0][0], Description(rules=beam[0][1], scope=scope)) if beam else None
-        return whole, leftover
+        return whole
 
     def _narrower(self, found: list[Description], wrong: torch.Tensor) -> list[Description]:
         """Return descriptions of all rows for the kernel of the wrong rows alone.

@@ -1,6 +1,6 @@
 """XRay: the measured and the expected weights of a call, and what the difference is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import (
     NONE,
     SlotOwners,
-    num_slots,
     random_codes,
     values_shape,
     with_values,
@@ -239,20 +238,17 @@ def tile_edges(one: XRay, kernel: str, context: int, cached: int, length: int) -
 
 def _of_rule(rule: Rule) -> int:
     """Return the tile that a rule is about, 0 if it is about none."""
-    if isinstance(rule, NotRescaled | LoopBase):
-        return rule.rescale.steps.tile if not rule.rescale.steps.parts else 0
-    if isinstance(rule, TileTimes):
-        return rule.steps.tile if not rule.steps.parts else 0
+    if isinstance(rule, NotRescaled | LoopBase | TileTimes):
+        steps = rule.steps if isinstance(rule, TileTimes) else rule.rescale.steps
+        return steps.tile if not steps.parts else 0
     if isinstance(rule, MaskCapped):
         return rule.tile
     if isinstance(rule, KeyTimes | ZeroKeys):
-        return next(_of_edges(rule), 0)
+        sizes = (
+            one for edge in (rule.begin, rule.end) for one in (edge.within, edge.up, edge.down)
+        )
+        return next(filter(None, sizes), 0)
     return 0
-
-
-def _of_edges(rule: KeyTimes | ZeroKeys) -> Iterator[int]:
-    for edge in (rule.begin, rule.end):
-        yield from (size for size in (edge.within, edge.up, edge.down) if size)
 
 
 def _of_kernel(kernel: str, setup: AttentionSetup) -> int:
@@ -488,13 +484,21 @@ def value_faults(
     )
 
 
-def _ran(
-    setup: AttentionSetup, found: Measurement, run: Run, code: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """Return the output for values that ``code(kv_heads, head_size)`` gives every slot, over the sums."""
+def _powers(count: int) -> Iterator[int]:
+    """Yield the place values of the digits that tell ``count`` codes apart."""
+    power = 1
+    while power < count:
+        yield power
+        power *= _BASE
+
+
+def _ran(setup: AttentionSetup, found: Measurement, run: Run, code: torch.Tensor) -> torch.Tensor:
+    """Return the output if the values of every slot are ``code``, over the sums.
+
+    ``code``: [num_kv_heads, head_size], or a shape that broadcasts to it.
+    """
     call = found.call
-    codes = code(call.key.shape[1], call.query.shape[2]).to(torch.int8)
-    codes = codes.expand(num_slots(call), *codes.shape[-2:]).contiguous()
+    codes = code.to(torch.int8).expand(values_shape(call)).contiguous()
     output = _some(run(with_values(call, setup.target, codes)), setup, found)
     # with FP8, cached values are multiplied by v_scale: the run with ones measures that, too
     ones = torch.ones_like(codes)
@@ -512,17 +516,10 @@ def _heads_of(
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return the form of the KV heads that the values come from, and pairs of query and wrong KV head."""
     kv_heads = found.call.key.shape[1]
-    place, power = torch.zeros(len(setup.rows), len(setup.heads)), 1
-    while power < kv_heads:
-        step = power
-        outputs = _ran(
-            setup,
-            found,
-            run,
-            lambda h, d, s=step: (torch.arange(h) // s % _BASE)[:, None].expand(h, d),
-        )
+    place = torch.zeros(len(setup.rows), len(setup.heads))
+    for power in _powers(kv_heads):
+        outputs = _ran(setup, found, run, (torch.arange(kv_heads) // power % _BASE)[:, None])
         place = place + outputs.median(-1).values.nan_to_num(0.0).round() * power
-        power *= _BASE
     seen = place[rows].median(0).values.long()
     if not _are_indices(seen, kv_heads):
         return "", ()
@@ -548,22 +545,19 @@ def _elements_of(
     setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor
 ) -> tuple[torch.Tensor | None, str]:
     """Return which elements of the values the output has, if not its own."""
-    size = setup.width
-    place, power = torch.zeros(len(setup.rows), len(setup.heads), size), 1
-    while power < size:
-        step = power
-        outputs = _ran(
-            setup, found, run, lambda h, d, s=step: (torch.arange(d) // s % _BASE).expand(h, d)
-        )
+    size, of_value = setup.width, torch.arange(found.call.query.shape[2])
+    place = torch.zeros(len(setup.rows), len(setup.heads), size)
+    for power in _powers(size):
+        outputs = _ran(setup, found, run, of_value // power % _BASE)
         place = place + outputs.nan_to_num(0.0).round() * power
-        power *= _BASE
     seen = place[rows].flatten(0, 1).median(0).values.long()
     own = torch.arange(size)
     if torch.equal(seen, own) or not _are_indices(seen, size):
         return None, ""
     off = torch.nonzero(seen != own).flatten()
     shift = (seen - own)[off].unique()
-    how = f"the one {int(shift[0]):+d}" if len(shift) == 1 else f"others, {_pairs(off, seen)}"
+    pairs = ", ".join(f"{d} holds {int(seen[d])}" for d in off[:4].tolist())
+    how = f"the one {int(shift[0]):+d}" if len(shift) == 1 else f"others, {pairs}"
     words = (
         f"elements {numbers(off.tolist())} of the output hold another element of the values: {how}"
     )
@@ -573,7 +567,3 @@ def _elements_of(
 def _are_indices(seen: torch.Tensor, count: int) -> bool:
     """Answer whether decoded codes are possible; a kernel that reads other memory gives any number."""
     return bool(((seen >= 0) & (seen < count)).all())
-
-
-def _pairs(off: torch.Tensor, seen: torch.Tensor) -> str:
-    return ", ".join(f"{d} holds {int(seen[d])}" for d in off[:4].tolist())

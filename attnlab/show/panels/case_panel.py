@@ -222,9 +222,11 @@ class Panel:
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
         self.case_text = CaseTextBox(self.put)
         self.xray = XrayBox(self._lab_now, lambda: self.case) if XRAY in views else None
-        self._source = inputs.source_input(str(self._lab.source or ""))
+        source = str(self._lab.source or "")
+        self._source = inputs.text_input(inputs.SOURCE, source, "the installed vLLM")
         self._source.observe(self._on_source, "value")
-        self._kernel, self._other = inputs.kernel_input(), inputs.against_input(against)
+        self._kernel = inputs.text_input(inputs.KERNEL)
+        self._other = inputs.text_input(inputs.AGAINST, against)
         self._kernel.observe(self._on_kernel, "value")
         self._other.observe(self._on_against, "value")
         self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
@@ -329,14 +331,8 @@ class Panel:
         progress, boxes = self.progress.widget, [] if self.xray is None else [self.xray.widget]
         if not self._is_explorer:
             return small(self.controls, progress, self.texts, self.pictures, boxes)
-        extra = {
-            _SOURCE_GROUP: {
-                "source": self._source,
-                "own_kernel": self._kernel,
-                "against": self._other,
-            }
-        }
-        self._boxes = group_boxes(self.controls, extra)
+        extra = {"source": self._source, "own_kernel": self._kernel, "against": self._other}
+        self._boxes = group_boxes(self.controls, {_SOURCE_GROUP: extra})
         boxes += [*self._boxes.values(), self.case_text.widget]
         return large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
 

@@ -271,36 +271,12 @@ def check_knobs(names: Sequence[str]) -> None:
             )
 
 
-def source_input(source: str) -> Any:
-    """Return the input of the Lab's source, which is not a field of a Case."""
-    return ipw.Text(
-        value=source,
-        placeholder="the installed vLLM",
-        tooltip="Path of a vLLM wheel, sdist or checkout whose kernels the backends vllm and rocm run.",
-        continuous_update=False,
-        layout={"width": "auto"},
-    )
+SOURCE = "Path of a vLLM wheel, sdist or checkout whose kernels the backends vllm and rocm run."
+KERNEL = "Your own kernel as backend: FILE.py:FUNCTION, or plugin:NAME for an entry point."
+AGAINST = "A second backend to compare with: model, vllm, rocm or FILE.py:FUNCTION."
 
 
-def kernel_input() -> Any:
-    """Return the input of a user's kernel, which becomes the value of the field backend."""
-    return _name_input(
-        "Your own kernel as backend: FILE.py:FUNCTION, or plugin:NAME for an entry point."
-    )
-
-
-def against_input(name: str) -> Any:
-    """Return the input of the second runner, with which the output is compared."""
-    return _name_input(
-        "A second backend to compare with: model, vllm, rocm or FILE.py:FUNCTION.", name
-    )
-
-
-def _name_input(tooltip: str, value: str = "") -> Any:
-    return ipw.Text(
-        value=value,
-        placeholder="FILE.py:FUNCTION",
-        tooltip=tooltip,
-        continuous_update=False,
-        layout={"width": "auto"},
-    )
+def text_input(tooltip: str, value: str = "", placeholder: str = "FILE.py:FUNCTION") -> Any:
+    """Return an input of what is no field of a Case: the Lab's source, a user's kernel, a second runner."""
+    shared = {"continuous_update": False, "layout": {"width": "auto"}}
+    return ipw.Text(value=value, placeholder=placeholder, tooltip=tooltip, **shared)

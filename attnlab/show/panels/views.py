@@ -153,11 +153,18 @@ def against_html(data: PanelData) -> str:
     return _block("attnlab-against", [*parts, f"<div><b>{escape(text)}</b></div>"])
 
 
+def _errors_of(data: PanelData) -> ErrorMap:
+    """Return the errors of the output; raise ValueError for a rejected call."""
+    if data.result.errors is None:
+        raise ValueError("a rejected call has no output to select from")
+    return data.result.errors
+
+
 def select(data: PanelData, row: int, head: int) -> Selection:
     """Return the selection of one head of one output row; raise ValueError for a rejected call."""
-    errors = data.result.errors
-    if errors is None or data.got is None or data.expected is None:
-        raise ValueError("a rejected call has no output to select from")
+    errors = _errors_of(data)
+    assert data.got is not None
+    assert data.expected is not None
     seq, token = errors.lengths.locate(row)
     got, expected = (tensor[row, head].double().cpu() for tensor in (data.got, data.expected))
     element = int((got - expected).abs().argmax())  # NaN counts as the largest
@@ -184,9 +191,7 @@ def _slot_of(data: PanelData, seq: int, token: int, row: int) -> tuple[int, int]
 
 def select_band(data: PanelData, band: int, head: int) -> Selection:
     """Return the selection of the worst row of a band, one row of the error plot; NaN is the worst."""
-    errors = data.result.errors
-    if errors is None:
-        raise ValueError("a rejected call has no output to select from")
+    errors = _errors_of(data)
     rows = errors.band_rows(band)
     worst = int(errors.error[rows.start : rows.stop, head].argmax())
     return select(data, rows.start + worst, head)
@@ -194,9 +199,7 @@ def select_band(data: PanelData, band: int, head: int) -> Selection:
 
 def select_seq(data: PanelData, seq: int) -> Selection:
     """Return the selection of the worst row and head of a sequence; NaN is the worst."""
-    errors = data.result.errors
-    if errors is None:
-        raise ValueError("a rejected call has no output to select from")
+    errors = _errors_of(data)
     lens = errors.lengths.query_lens
     start, heads = sum(lens[:seq]), errors.error.shape[1]
     row, head = divmod(int(errors.error[start : start + lens[seq]].argmax()), heads)
@@ -205,8 +208,7 @@ def select_seq(data: PanelData, seq: int) -> Selection:
 
 def bands_of(data: PanelData, selection: Selection, bands_per_seq: int) -> range:
     """Return the bands of the error plot that contain the selected row."""
-    errors = data.result.errors
-    assert errors is not None  # a selection exists only with errors
+    errors = _errors_of(data)
     first = selection.seq * bands_per_seq
     bands = range(first, first + bands_per_seq)
     found = [band for band in bands if selection.row in errors.band_rows(band)]
@@ -268,14 +270,8 @@ def selection_html(selection: Selection, query_len: int) -> str:
             f"error {selection.error:.4g}; element {selection.element}: "
             f"got {selection.got:.6g}, expected {selection.expected:.6g}"
         )
-    return _block(
-        "attnlab-selection",
-        [
-            f"<div><b>{escape(place)}</b></div>",
-            f"<div>{escape(values)}</div>",
-            slot_html(selection.place),
-        ],
-    )
+    lines = [f"<div><b>{escape(place)}</b></div>", f"<div>{escape(values)}</div>"]
+    return _block("attnlab-selection", [*lines, slot_html(selection.place)])
 
 
 def slot_html(slot: Slot) -> str:
@@ -455,11 +451,9 @@ class Pointer:
     def click_error(self, across: float, down: float) -> None:
         """Select what the error plot shows at a point, given as fractions of the picture."""
         at = self._data_at("error", across, down)
-        if at is None or self._data is None or self._data.got is None:
-            return
-        head, band = round(at[0]), round(at[1])
-        self.selection = select_band(self._data, band, head)
-        self._show()
+        if at is not None and self._data is not None and self._data.got is not None:
+            self.selection = select_band(self._data, round(at[1]), round(at[0]))
+            self._show()
 
     def step(self, right: int, down: int) -> None:
         """Move the selection by heads and by rows of the error plot, within its edges."""
@@ -477,10 +471,9 @@ class Pointer:
     def click_seq(self, across: float, down: float) -> None:
         """Select the worst row and head of the sequence at a point of the plot by sequence."""
         at = self._data_at("seqs", across, down)
-        if at is None or self._data is None or self._data.got is None:
-            return
-        self.selection = select_seq(self._data, round(at[0]))
-        self._show()
+        if at is not None and self._data is not None and self._data.got is not None:
+            self.selection = select_seq(self._data, round(at[0]))
+            self._show()
 
     def click_slot(self, across: float, down: float) -> None:
         """Select the output row of a slot's token; without such a row, show the slot alone."""
@@ -543,12 +536,11 @@ _BELOW: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A picture: its name, its hint, and the function that renders it or returns None.
+    """A picture: its hint, and the function that renders it or returns None.
 
     ``render(data, frames, is_dark)`` gives the picture for a page with a light or a dark theme.
     """
 
-    name: str
     hint: str
     render: Callable[[PanelData, Frames, bool], Rendered | None]
 
@@ -729,37 +721,24 @@ def check_views(known: Sequence[str], names: Sequence[str]) -> None:
 
 
 VIEWS = {
-    view.name: view
-    for view in (
-        View(
-            name="error",
-            hint="Errors by token and head. Click, or move with the arrow keys, to select.",
-            render=_render_error,
-        ),
-        View(
-            name="other",
-            hint="Errors of the other runner by token and head.",
-            render=_render_other,
-        ),
-        View(
-            name="difference",
-            hint="How far the outputs of the two runners are apart, by token and head.",
-            render=_render_difference,
-        ),
-        View(
-            name="slots",
-            hint="The use of each cache slot. Click a slot to select its token.",
-            render=_render_slots,
-        ),
-        View(
-            name="seqs",
-            hint="The largest error of each sequence. Click a sequence to select its worst token.",
-            render=_render_seqs,
-        ),
-        View(
-            name="mask",
-            hint="Which keys the rows of the longest new part see, if the mask is not causal.",
-            render=_render_mask,
-        ),
-    )
+    "error": View(
+        hint="Errors by token and head. Click, or move with the arrow keys, to select.",
+        render=_render_error,
+    ),
+    "other": View(hint="Errors of the other runner by token and head.", render=_render_other),
+    "difference": View(
+        hint="How far the outputs of the two runners are apart, by token and head.",
+        render=_render_difference,
+    ),
+    "slots": View(
+        hint="The use of each cache slot. Click a slot to select its token.", render=_render_slots
+    ),
+    "seqs": View(
+        hint="The largest error of each sequence. Click a sequence to select its worst token.",
+        render=_render_seqs,
+    ),
+    "mask": View(
+        hint="Which keys the rows of the longest new part see, if the mask is not causal.",
+        render=_render_mask,
+    ),
 }

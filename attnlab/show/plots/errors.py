@@ -171,7 +171,8 @@ def plot_seq_error(
     axis has the label NaN.
     """
     ax = ax or plt.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
-    frame_seq_errors(ax, lengths, has_nan=_has_nan(series))
+    has_nan = bool(np.isnan(np.array(list(series.values()), dtype=float)).any())
+    frame_seq_errors(ax, lengths, has_nan=has_nan)
     draw_seq_errors(ax, series, atol=atol, title=title or _seq_finding(series, atol))
     put_legend(ax)
     return ax
@@ -201,10 +202,6 @@ def draw_seq_errors(
         _points(ax, at, np.array(errors, dtype=float), "osD^vP*X"[i % 8], name)
     ax.axhline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
     ax.set_title(title)
-
-
-def _has_nan(series: Mapping[str, Sequence[float]]) -> bool:
-    return bool(np.isnan(np.array(list(series.values()), dtype=float)).any())
 
 
 def _points(ax: Axes, x: Any, errors: Any, marker: str, name: str) -> None:

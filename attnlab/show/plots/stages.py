@@ -117,9 +117,7 @@ def _power_finding(mutants: Sequence["Mutant"]) -> str:
 _INFINITE = 1e6  # drawn for an error without limit
 
 
-def plot_mla(
-    result: "MlaResult", *, title: str = "", ax: Axes | None = None, colourbar: bool = True
-) -> Axes:
+def plot_mla(result: "MlaResult", *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw the largest error over heads of each step and row; hatched cells are not finite.
 
     Colours change where an error exceeds its bound.
@@ -135,21 +133,17 @@ def plot_mla(
     hatch_cells(ax, ~np.isfinite(ratios), "xxx", "#402020")
     ax.set_yticks(range(len(result.steps)), [one.name for one in result.steps])
     starts = np.cumsum([0, *result.case.query_lens])
-    ends = [*starts[1:-1], starts[-1]]
-    for end in ends[:-1]:
+    for end in starts[1:-1]:
         ax.axvline(end - 0.5, color="#808080", linewidth=1)
-    middles = [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=False)]
+    middles = (starts[:-1] + starts[1:] - 1) / 2
     names = [f"seq {i}\n{c}" for i, c in enumerate(result.case.ctx_lens)]
     ax.set_xticks(middles, names)
     ax.tick_params(length=0)
     ax.set_xlabel("rows, by sequence and its context length")
     ax.set_title(title or mla_finding(result))
-    if colourbar:
-        bar = ax.figure.colorbar(
-            ScalarMappable(norm, COLOURS), ax=ax, ticks=scale.ticks(), pad=0.02
-        )
-        bar.ax.set_yticklabels([f"{tick:.0e}" if tick != 1 else "bound" for tick in scale.ticks()])
-        bar.set_label("error / bound")
+    bar = ax.figure.colorbar(ScalarMappable(norm, COLOURS), ax=ax, ticks=scale.ticks(), pad=0.02)
+    bar.ax.set_yticklabels([f"{tick:.0e}" if tick != 1 else "bound" for tick in scale.ticks()])
+    bar.set_label("error / bound")
     return ax
 
 

@@ -126,18 +126,15 @@ def call(one: "KernelCall") -> Sheet:
         f"{one.op}: {len(one.seq_lens)} sequences, {one.query.shape[0]} new tokens, "
         f"{one.query.shape[1]} heads of {one.query.shape[2]}, {one.num_queries_per_kv} per KV head"
     )
+    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
     scalars = [
-        (field.name, _scalar(field.name, getattr(one, field.name)))
-        for field in dataclasses.fields(one)
-        if field.name != "op"
-        and not hasattr(getattr(one, field.name), "shape")
-        and (field.name not in _RARE or getattr(one, field.name) not in (None, (), ""))
+        (name, _NONE_TEXT.get(name, "None") if value is None else str(value))
+        for name, value in values.items()
+        if name != "op"
+        and not hasattr(value, "shape")
+        and (name not in _RARE or value not in (None, (), ""))
     ]
     return Sheet.of("KernelCall", text, _tensors(one), Facts(scalars))
-
-
-def _scalar(name: str, value: object) -> str:
-    return _NONE_TEXT.get(name, "None") if value is None else str(value)
 
 
 def _tensors(noun: Any) -> Grid:
@@ -305,14 +302,9 @@ def violations(found: "Violations") -> Sheet:
         "Violations",
         count if found else "none",
         _violation_grid(found),
-        tone="bad" if is_serious(found) else "good",
+        tone="bad" if any(one.effect != "harmless" for one in found) else "good",
         line=f"{count}{': ' + kinds if kinds else ''}",
     )
-
-
-def is_serious(found: Sequence["Violation"]) -> bool:
-    """Return whether any violation can change the output."""
-    return any(one.effect != "harmless" for one in found)
 
 
 def _violation_grid(found: Sequence["Violation"], title: str = "") -> Grid:
@@ -429,7 +421,9 @@ def result(one: "Result") -> Sheet:
         "Result",
         outcome,
         Facts(facts),
-        *_result_violations(one),
+        _violation_grid(one.violations, "violations, found without running the kernel")
+        if one.violations
+        else Lines([Words("no violations", "good")]),
         *([last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]),
         tone=STATUS[one.status],
     )
@@ -454,12 +448,6 @@ def head_range(heads: Sequence[int]) -> str:
     if heads[-1] - heads[0] == len(heads) - 1:
         return f"heads {heads[0]}–{heads[-1]}"
     return "heads " + ", ".join(map(str, heads))
-
-
-def _result_violations(one: "Result") -> list[Part]:
-    if not one.violations:
-        return [Lines([Words("no violations", "good")])]
-    return [_violation_grid(one.violations, "violations, found without running the kernel")]
 
 
 def other_run(one: "OtherRun") -> Sheet:
@@ -584,7 +572,7 @@ def error_answer(one: "ErrorAnswer") -> Sheet:
         "Decoded error",
         heads[one.kind],
         Lines(one.sentences()),
-        *([] if one.command is None else [Command(one.command, "to see it")]),
+        None if one.command is None else Command(one.command, "to see it"),
         Facts([("case", describe(one.case))]),
         name="ErrorAnswer",
     )
