@@ -13,8 +13,6 @@ from attnlab.case.fields import refuse
 from attnlab.case.machine import cores, total_bytes
 from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.cli.command import print_json, progress, runs, show
-from attnlab.kernels.cache_folder import cache_folder
-from attnlab.kernels.vllm.source import fetch, fetch_ops, fetch_sdist, find_source
 from attnlab.library.op import package_of
 from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words
 
@@ -47,22 +45,21 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def print_entries(
+def _print(
     args: argparse.Namespace,
     noun: str,
     entries: Mapping[str, Mapping[str, Any]],
     columns: Sequence[str],
 ) -> int:
-    """Print one entry of a catalogue, that of the flag ``entry``, or all, with the facts in ``columns``."""
-    entry = getattr(args, "entry", None)
-    if entry is not None and entry not in entries:
-        refuse(noun, f"one of {', '.join(entries)}", entry)
+    """Print one entry of a catalogue, or all, with the facts in ``columns``."""
+    if args.entry is not None and args.entry not in entries:
+        refuse(noun, f"one of {', '.join(entries)}", args.entry)
     if args.json:
-        print_json(entries if entry is None else entries[entry])
-    elif entry is None:
+        print_json(entries if args.entry is None else entries[args.entry])
+    elif args.entry is None:
         show(list_sheet(noun, entries, columns))
     else:
-        show(one_sheet(noun, entry, entries[entry]))
+        show(one_sheet(noun, args.entry, entries[args.entry]))
     return 0
 
 
@@ -81,7 +78,7 @@ def _defects(args: argparse.Namespace) -> int:
         }
         for name, defect in DEFECTS.items()
     }
-    return print_entries(args, "defect", entries, ("what_happens", "family"))
+    return _print(args, "defect", entries, ("what_happens", "family"))
 
 
 @runs("platforms")
@@ -96,7 +93,7 @@ def _platforms(args: argparse.Namespace) -> int:
         }
         for name, platform in PLATFORMS.items()
     }
-    return print_entries(
+    return _print(
         args, "platform", entries, ("example", "family", "format_of_fp8", "triton_converts_e4m3")
     )
 
@@ -114,7 +111,7 @@ def _stages(args: argparse.Namespace) -> int:
         }
         for name, stage in STAGES.items()
     }
-    return print_entries(args, "stage", entries, ("meaning", "query_start_loc", "fill"))
+    return _print(args, "stage", entries, ("meaning", "query_start_loc", "fill"))
 
 
 _PACKAGES = ("torch", "triton", "numpy")
@@ -145,6 +142,8 @@ def _version(package: str) -> str:
 
 def _vllm() -> str:
     """Return the installed vLLM and its folder."""
+    from attnlab.kernels.vllm.source import find_source
+
     try:
         source = find_source(None)
     except AttnLabError:
@@ -178,6 +177,8 @@ def _compiler() -> str:
 
 
 def _cache_folder() -> str:
+    from attnlab.kernels.cache_folder import cache_folder
+
     folder = cache_folder()
     if not folder.exists():
         return f"{folder} (not created yet)"
@@ -196,6 +197,8 @@ def _env(args: argparse.Namespace) -> int:
 
 @runs("fetch")
 def _fetch(args: argparse.Namespace) -> int:
+    from attnlab.kernels.vllm.source import fetch, fetch_ops, fetch_sdist, find_source
+
     package = package_of(args.library)
     if args.sdist and args.library != "vllm":
         refuse("library", "vllm with sdist", args.library)

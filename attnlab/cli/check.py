@@ -14,12 +14,14 @@ from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
 from attnlab.cli.command import COMMANDS, notice, notice_rules, progress, runs
-from attnlab.cli.sharded import check_ci_files, print_report, write_ci_files
+from attnlab.cli.sharded import (
+    check_ci_files,
+    print_report,
+    write_ci_files,
+)
 from attnlab.kernels.child_process import ONE_THREAD
-from attnlab.kernels.vllm.source import source_path
 from attnlab.library.op import ops_of, package_of, state_ops_of
 from attnlab.tasks.run import Interrupt, interruptible
-from attnlab.tasks.store import check_can_store
 
 if TYPE_CHECKING:
     from attnlab.checker.report import Progress, Report
@@ -43,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_states(args: argparse.Namespace) -> int:
     """Check a library of linear attention, whose ops have states in place of a cache."""
-    allowed = {
+    allowed = (
         "library",
         "source",
         "installed",
@@ -53,12 +55,13 @@ def _check_states(args: argparse.Namespace) -> int:
         "html",
         "markdown",
         "note",
-    }
+    )
     parser = argparse.ArgumentParser()
     COMMANDS["check"].add_flags(parser)
     for name, default in vars(parser.parse_args([])).items():
         if name not in allowed and getattr(args, name) != default:
             raise InvalidCase(f"{name} must not be given with {args.library}")
+    from attnlab.kernels.vllm.source import source_path
     from attnlab.linear.state_check import check_states
 
     if args.source is not None:
@@ -102,6 +105,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
     from attnlab.checker.check import Chosen
     from attnlab.checker.finding import read_known
+    from attnlab.kernels.vllm.source import source_path
 
     command.check_share_flags(args)
     names = [one.name for one in ops_of(args.library)]
@@ -122,6 +126,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         read_known(args.known)
     check_ci_files(args)
     if args.out is not None:
+        from attnlab.tasks.store import check_can_store
+
         check_can_store(args.out)
 
 
@@ -182,7 +188,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     if args.coverage_html is not None:
         from attnlab.reports.check_pages import write_coverage
 
-        write_coverage(report, args.coverage_html, _command_line())
+        write_coverage(report, args.coverage_html, shlex.join(["attnlab", *sys.argv[1:]]))
     if args.locate and not stop():
         from attnlab.checker.report import with_source_lines
 
@@ -222,10 +228,6 @@ def _page_facts(args: argparse.Namespace, report: "Report") -> dict[str, Any]:
     return {"run": run, "script": script, "line": line}
 
 
-def _command_line() -> str:
-    return shlex.join(["attnlab", *sys.argv[1:]])
-
-
 def _is_measured(args: argparse.Namespace) -> bool:
     return args.coverage or args.coverage_html is not None
 
@@ -252,5 +254,8 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
     from attnlab.checker.check import backend_of
     from attnlab.reports.check_pages import write_pictures
 
+    words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):
-        return write_pictures(report, backend_of(**_library(args)), args.pictures, _command_line())
+        return write_pictures(
+            report, backend_of(**_library(args)), args.pictures, shlex.join(words)
+        )

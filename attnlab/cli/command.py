@@ -31,16 +31,13 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.case.platforms import machine_platform
 from attnlab.case.shown import Shown, json_value
-from attnlab.kernels import find_backend
-from attnlab.kernels.runner import backend_in
-from attnlab.kernels.vllm.source import Source, find_source, source_path
 from attnlab.library.op import libraries
-from attnlab.show.sheets import WIDTH, sheet_of, text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from attnlab.kernels.backend import Backend
+    from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
 # Of the command line.
@@ -99,11 +96,6 @@ class Command:
     used: tuple[str, ...] = ()
 
     @property
-    def clause(self) -> str:
-        """Return the purpose as a clause."""
-        return self.purpose[0].lower() + self.purpose[1:].rstrip(".")
-
-    @property
     def description(self) -> str:
         """Return the beginning of the help: purpose, examples and exit codes."""
         examples = "\n".join(f"  {example}" for example in self.examples)
@@ -114,7 +106,7 @@ class Command:
         """Add the command to the subparsers of the command line."""
         parser: argparse.ArgumentParser = commands.add_parser(
             self.name,
-            help=self.clause,
+            help=self.purpose[0].lower() + self.purpose[1:].rstrip("."),
             usage=f"attnlab {self.name} [OPTIONS] {self.arguments}".rstrip(),
             description=self.description,
             epilog=self.notes.strip() or None,
@@ -217,6 +209,8 @@ def print_json(document: Any) -> None:
 
 def show(noun: Shown, note: str = "") -> None:
     """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says."""
+    from attnlab.show.sheets import WIDTH, sheet_of, text
+
     if note:
         noun = sheet_of(noun).noted(note)
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
@@ -361,6 +355,8 @@ def case_of_flags(args: argparse.Namespace) -> Case:
     if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
         if names_file(args.field_backend):
             check_plugin_file(args.field_backend)
+        from attnlab.kernels import find_backend
+
         backend = find_backend(args.field_backend, getattr(args, "source", None))
         notice_binding(backend)
         args.field_op = backend.ops[0]
@@ -485,6 +481,8 @@ def take_foreign_op(args: argparse.Namespace) -> None:
         refuse("op", "an op, or PACKAGE.MODULE:FUNCTION", ops[0])
     setattr(args, place, [backend] if isinstance(getattr(args, place), list) else backend)
     if getattr(args, "call", None) is not None:
+        from attnlab.kernels import find_backend
+
         setattr(args, call_op, find_backend(backend, source).ops[0])
 
 
@@ -507,6 +505,8 @@ def case_with_source(args: argparse.Namespace) -> Case:
     case = case_of_flags(args)
     backend = case.backend
     if args.source is not None and args.field_backend is None and backend == "model":
+        from attnlab.kernels.runner import backend_in
+
         backend = "vllm" if getattr(args, "call", None) is None else backend_in(str(args.source))
         case = case.replace(backend="vllm") if backend == "vllm" else case
     args.field_backend = backend if args.source is not None else args.field_backend
@@ -516,12 +516,14 @@ def case_with_source(args: argparse.Namespace) -> Case:
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda"
         )
     if args.source is not None and package is not None:
+        from attnlab.kernels.vllm.source import find_source, source_path
+
         args.source = source_path(str(args.source), package)
         find_source(args.source, package)
     return case
 
 
-def notice_rules(source: Source) -> None:
+def notice_rules(source: "Source") -> None:
     """Print one line if a release differs in a known way from the rules that are used for it."""
     if text := difference(source.version):
         notice(f"vLLM {source.version} is run with the rules of {source.rules}{text}")
@@ -542,5 +544,7 @@ def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
     package = package_of_backend(args.field_backend or "vllm")
     is_vllm = package is not None and package.name == "vllm"
     if args.source is not None and is_vllm:
+        from attnlab.kernels.vllm.source import find_source
+
         notice_rules(find_source(args.source))
     return Lab(source=args.source, device=args.device, on_step=on_step)

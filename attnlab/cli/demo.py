@@ -10,7 +10,6 @@ from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.cli.command import print_json, progress, runs, show
 from attnlab.cli.replay import smallest_script
-from attnlab.kernels.runner import one_backend
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -70,6 +69,7 @@ def _diagnosed(
     import torch
 
     from attnlab.diagnosis.captured import diagnose_captured
+    from attnlab.kernels.runner import one_backend
     from attnlab.kernels.triton.interpreter import load_triton
     from attnlab.lab.call_lab import call_lab
     from attnlab.lab.lab import run

@@ -16,7 +16,6 @@ from attnlab.case.output_file import check_input_path, check_output_file, write_
 from attnlab.cli import command
 from attnlab.cli.command import print_json, progress, put, runs, show
 from attnlab.cli.replay import smallest_script, traced_call
-from attnlab.kernels.runner import ORIGIN, one_backend
 from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ def _of_call(
     from attnlab.diagnosis.captured import diagnose_captured
     from attnlab.diagnosis.trials import FULL
     from attnlab.kernels.run_call import backend_of_origin, for_call
+    from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import read_call
 
     call = read_call(args.call, command.read_map(args), op=op)
@@ -216,17 +216,23 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
     from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import read_call
     from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 
     with progress("measuring the weights") as on_step:
         lab = command.lab_of(args, on_step)
         if args.call is not None:
+            given = [
+                name
+                for name in ("platform", "release")
+                if getattr(args, f"field_{name}") is not None
+            ]
             call = read_call(args.call, command.read_map(args), op=args.call_op)
             is_origin = args.kernel == ORIGIN
             if args.field_backend is None and case.backend == "model" and not is_origin:
                 raise InvalidCase(NO_RUNNER, field="backend")
-            ran = where_it_ran(call, case, _given(args)).case
+            ran = where_it_ran(call, case, given).case
             runner = backend_of_origin(call, args.device) if is_origin else None
             if library_of(args.field_backend or "") not in (None, "vllm"):
                 runner = one_backend(args.source, args.field_backend, args.device)

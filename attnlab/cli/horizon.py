@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from attnlab.case.errors import InvalidCase
 from attnlab.cli import command
 from attnlab.cli.command import progress, put, runs
-from attnlab.kernels.vllm.source import source_path
 
 if TYPE_CHECKING:
     from attnlab.horizon.deployment import Deployment
@@ -46,6 +45,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _survey(args: argparse.Namespace, deployment: "Deployment | None") -> "Survey":
+    from attnlab.kernels.vllm.source import source_path
+
     source = source_path(args.source)
     from attnlab.horizon.launch import read_launches  # these import torch
     from attnlab.horizon.survey import survey

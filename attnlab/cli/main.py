@@ -48,9 +48,13 @@ class _Main(Parser):
         parts = [f"usage: attnlab COMMAND [OPTIONS]\n\n{self.description}"]
         for title, group in GROUPS.items():
             shown = [*_OTHER.get(title, {}).items()]
-            shown += [(one.name, one.clause) for one in group if one in COMMANDS]
+            shown += [(one.name, _purpose(one)) for one in group if one in COMMANDS]
             parts.append("\n".join([f"{title}:", *(f"  {name:<17}{text}" for name, text in shown)]))
         return "\n\n".join(parts) + f"\n\n{self.epilog}\n"
+
+
+def _purpose(command: Command) -> str:
+    return command.purpose[0].lower() + command.purpose[1:].rstrip(".")
 
 
 def overview() -> str:

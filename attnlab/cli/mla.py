@@ -8,9 +8,15 @@ from attnlab.case.fields import refuse
 from attnlab.case.flags import given_fields
 from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import check_output_file, write_text
-from attnlab.cli.catalogue import print_entries
-from attnlab.cli.command import check_share_flags, progress, put, runs, share
-from attnlab.kernels.vllm.source import find_source, source_path
+from attnlab.cli.command import (
+    check_share_flags,
+    print_json,
+    progress,
+    put,
+    runs,
+    share,
+    show,
+)
 from attnlab.library.op import package_of
 from attnlab.linear.state_case import STATE_FIELDS, STATE_OPS, StateCase, plain_fields
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
@@ -22,6 +28,8 @@ def _mla(args: argparse.Namespace) -> int:
     if args.backend not in MLA_BACKENDS:
         refuse("backend", f"one of {', '.join(MLA_BACKENDS)}", args.backend)
     if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
         find_source(args.source)
     if args.faults:
         from attnlab.mla.faults import MLA_FAULTS
@@ -30,7 +38,7 @@ def _mla(args: argparse.Namespace) -> int:
             name: {"text": one.text, "paths": list(one.paths), "reported_in": list(one.seen_in)}
             for name, one in MLA_FAULTS.items()
         }
-        return print_entries(args, "fault", faults, ("text", "paths"))
+        return _list_faults(faults, args.json)
     where: dict[str, Any] = {"backend": args.backend, "source": args.source, "device": args.device}
     if args.hostile:
         if args.fault is not None or set(fields) - {"release"}:
@@ -57,6 +65,16 @@ def _mla(args: argparse.Namespace) -> int:
     return 0 if result.status == "match" else 1
 
 
+def _list_faults(faults: dict[str, dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        print_json(faults)
+        return 0
+    from attnlab.cli.catalogue import list_sheet
+
+    show(list_sheet("fault", faults, ("text", "paths")))
+    return 0
+
+
 _BACKENDS = ("vllm", "model")
 
 
@@ -65,6 +83,8 @@ def _writes(args: argparse.Namespace) -> int:
     if args.backend not in _BACKENDS:
         refuse("backend", f"one of {', '.join(_BACKENDS)}", args.backend)
     if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
         find_source(args.source)
 
     from attnlab.lab.writes import check_writes
@@ -85,6 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.script is not None:
         check_output_file(args.script, "script")
 
+    from attnlab.kernels.vllm.source import find_source, source_path
     from attnlab.linear.state_check import xray_state
 
     package = package_of(case.record.library)

@@ -8,33 +8,24 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.output_file import HTML, check_output_file, make_output_folder, write_text
-from attnlab.case.shown import json_value
 from attnlab.cli.check import check_run_flags, step_text
 from attnlab.cli.command import notice, print_json, progress, put, runs, show
 from attnlab.cli.sharded import (
     check_ci_files,
-    print_power_of,
+    print_power,
     print_report,
+    print_shard,
     write_ci_files,
 )
-from attnlab.kernels.vllm.source import (
-    check_release,
-    fetch_ops,
-    find_source,
-    order,
-    releases_between,
-)
 from attnlab.library.op import Package, libraries, package_of
-from attnlab.tasks.run import find_engine, interruptible
-from attnlab.tasks.store import ALL, Shard, check_can_store, merged_stores
-from attnlab.tasks.task import NOT_RUN, Engine, Outcome, Stop
+from attnlab.tasks.run import interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.releases import ReleaseTable
+    from attnlab.tasks.task import Engine, Outcome, Stop
 
 
 _ARCHIVES = (".whl", ".tar.gz", ".zip")
@@ -48,17 +39,16 @@ def _run(args: argparse.Namespace) -> int:
         refuse("device", "cpu with native", args.device)
     if args.library != "vllm" and (args.native or args.device != "cpu"):
         refuse("library", "vllm with native or device cuda", args.library)
-    if args.sources is not None:
-        found = _of_folder(args)
-    elif args.releases is not None:
-        found = ops_of_releases(args.releases, package_of(args.library))
-    else:
-        raise InvalidCase("releases must be FIRST..LAST, or --sources must be given")
+    found = _of_folder(args) if args.sources is not None else _of_index(args)
     if args.out is not None:
+        from attnlab.tasks.store import check_can_store
+
         check_can_store(args.out)
 
     from attnlab.checker.check import release_plan
     from attnlab.checker.releases import check_releases, releases_of
+    from attnlab.tasks.run import find_engine
+    from attnlab.tasks.store import Shard
 
     shard = Shard.parse(args.shard)
     plan = release_plan(
@@ -94,11 +84,15 @@ def _run(args: argparse.Namespace) -> int:
     return stop.exit_code or table.exit_code
 
 
-def _gpu(is_wanted: bool, engine: str | None, stop: Stop) -> AbstractContextManager[Engine | None]:
+def _gpu(
+    is_wanted: bool, engine: str | None, stop: "Stop"
+) -> "AbstractContextManager[Engine | None]":
     """Return the engine of this machine's GPUs, if it is wanted, with as many workers as a local engine."""
     if not is_wanted:
         return nullcontext()
     import torch
+
+    from attnlab.tasks.run import find_engine
 
     if not torch.cuda.is_available():
         raise Unavailable("native needs a GPU that torch can use")
@@ -116,6 +110,8 @@ def check_page(args: argparse.Namespace) -> None:
 
 def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
     """Print the table, and write its page and JSON if --page is given."""
+    from attnlab.case.shown import json_value
+
     if args.page is not None:
         from attnlab.reports.check_pages import write_releases
 
@@ -133,8 +129,17 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
         print(f"not run: {count} of {table.cases} cases")
 
 
+def _of_index(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the folders of the releases of the package index."""
+    if args.releases is None:
+        raise InvalidCase("releases must be FIRST..LAST, or --sources must be given")
+    return ops_of_releases(args.releases, package_of(args.library))
+
+
 def ops_of_releases(text: str, package: Package) -> dict[str, Path]:
     """Return the folders of the releases FIRST..LAST, or of one, the oldest first; download their ops."""
+    from attnlab.kernels.vllm.source import fetch_ops, releases_between
+
     first, last = _ends(text)
     versions = releases_between(first, last, package)
     found = {}
@@ -147,6 +152,8 @@ def ops_of_releases(text: str, package: Package) -> dict[str, Path]:
 
 def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
     """Return the releases in the folder --sources, by version."""
+    from attnlab.kernels.vllm.source import order
+
     if not args.sources.is_dir():
         refuse("sources", "a folder that exists", str(args.sources))
     found = sources_in(args.sources, package_of(args.library))
@@ -161,6 +168,8 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
 
 def sources_in(folder: Path, package: Package) -> dict[str, Path]:
     """Return the releases of a package in a folder, by version; print what else is in it."""
+    from attnlab.kernels.vllm.source import find_source
+
     found: dict[str, Path] = {}
     strays = []
     for path in sorted(folder.iterdir()):
@@ -186,6 +195,8 @@ def sources_in(folder: Path, package: Package) -> dict[str, Path]:
 
 def _ends(text: str) -> tuple[str, str]:
     """Return the first and the last release of FIRST..LAST, or of one release."""
+    from attnlab.kernels.vllm.source import check_release, order
+
     first, dots, last = text.partition("..")
     last = last if dots else first
     for version in (first, last):
@@ -206,10 +217,14 @@ def _atlas(args: argparse.Namespace) -> int:
         make_output_folder(args.report, "report")
     found = [_sources(text) for text in args.releases]
     if args.out is not None:
+        from attnlab.tasks.store import check_can_store
+
         check_can_store(args.out)
 
     from attnlab.checker.atlas import atlas_plan, check_atlas, read_faults
     from attnlab.checker.releases import releases_of
+    from attnlab.tasks.run import find_engine
+    from attnlab.tasks.store import Shard
 
     faults = {f: line for path in args.faults or () for f, line in read_faults(path).items()}
     shard = Shard.parse(args.shard)
@@ -260,15 +275,17 @@ def _sources(text: str) -> tuple[str, dict[str, Path]]:
     if re.fullmatch(r"\d+\.\d+[\w.]*", releases):
         paths = ops_of_releases(releases, package)
     else:
-        path = Path(releases).expanduser()
-        if not path.exists():
+        from attnlab.kernels.vllm.source import find_source
+
+        if not Path(releases).expanduser().exists():
             refuse("releases", f"{library}:FIRST..LAST, a version or a path that exists", text)
+        path = Path(releases).expanduser()
         version = find_source(path, package).version
         paths = {path.name if version == "unknown" else version: path}
     return library, {f"{library} {version}": path for version, path in paths.items()}
 
 
-Outcomes = Mapping[str, Outcome]
+Outcomes = Mapping[str, "Outcome"]
 # Flags, and the command whose stores they need.
 _OWNERS = {
     "known": ("check",),
@@ -280,6 +297,8 @@ _OWNERS = {
 
 @runs("merge")
 def _merge(args: argparse.Namespace) -> int:
+    from attnlab.tasks.store import merged_stores
+
     check_ci_files(args)
     check_page(args)
     header, outcomes = merged_stores(args.dir)
@@ -324,7 +343,10 @@ def _releases_of_shards(
 
 
 def _power_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
-    from attnlab.mutation.power import power_tasks
+    from attnlab.case.case import Case
+    from attnlab.mutation.power import power_report, power_tasks
+    from attnlab.tasks.store import ALL
+    from attnlab.tasks.task import NOT_RUN, Outcome
 
     case = Case.from_dict(header["case"])
     found = {
@@ -332,7 +354,10 @@ def _power_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes:
         or Outcome(key=task.key, status=NOT_RUN, text="its shard was stopped before")
         for task in power_tasks(case)
     }
-    return print_power_of(case, ALL, found, args.json)
+    if any(one.verdict is None for one in found.values()):
+        return print_shard(ALL, found, args.json)
+    seconds = sum(one.seconds for one in found.values())
+    return print_power(power_report(case, found, seconds), args.json)
 
 
 def _matrix_of_shards(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:

@@ -15,7 +15,6 @@ from attnlab.case.output_file import check_input_path, check_output_file, write_
 from attnlab.cli import command
 from attnlab.cli.command import notice, print_json, progress, put, runs, show
 from attnlab.cli.releases import ops_of_releases
-from attnlab.kernels.runner import Runner, is_bisecting, one_backend, runners
 from attnlab.library.op import package_of
 from attnlab.serving.settings import (
     CaptureSettings,
@@ -27,6 +26,7 @@ from attnlab.serving.settings import (
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
+    from attnlab.kernels.runner import Runner
     from attnlab.replay.shrinking import Shrunk
     from attnlab.reports.close_up import TracedRun
     from attnlab.reports.shared_page import Picture
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 _SCRIPT_S = 10.0  # to shrink a call for the script of a page
 STOP_BISECT = 129  # from 128 on, git bisect stops
+_DOCUMENT = """\
+git bisect run attnlab replay CALL --source . names the commit of a vLLM clone that broke a call. With one
+target, the exit code is 125, which skips the commit, if the commit cannot run the call, or states that it
+does not accept it. While git bisects the current folder, bad input and an error in attnlab exit with 129,
+which stops git, because it would take 2 for a bad commit."""
 
 
 def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str, ...]]:
@@ -60,6 +65,8 @@ def _replay(args: argparse.Namespace) -> int:
     try:
         return _probe(args) if args.probe else _replay_replay(args)
     except Exception as error:
+        from attnlab.kernels.runner import is_bisecting
+
         if not is_bisecting(Path.cwd()):
             raise
         if not isinstance(error, AttnLabError):
@@ -68,8 +75,10 @@ def _replay(args: argparse.Namespace) -> int:
         return STOP_BISECT
 
 
-def _targets(args: argparse.Namespace) -> list[Runner]:
+def _targets(args: argparse.Namespace) -> "list[Runner]":
     """Return what runs the call; this imports no torch."""
+    from attnlab.kernels.runner import runners
+
     check_input_path(args.call)
     if args.releases is not None:
         named = (package_of_backend(name) for name in args.backend)
@@ -142,6 +151,7 @@ def _shrink(args: argparse.Namespace) -> int:
     command.check_share_flags(args)
     call, case, given = read_given(args)
 
+    from attnlab.kernels.runner import one_backend
     from attnlab.replay.shrinking import Judge, shrink
 
     backend = one_backend(args.source, args.backend, args.device)
@@ -161,10 +171,11 @@ def _shrink(args: argparse.Namespace) -> int:
         print_json({**found.to_dict(), "files": files, "no_script": why})
     else:
         show(found)
-        for file in files:
-            print(f"written: {file}")
-        if why:
-            print(f"no script: {why}")
+        for line in (
+            *(f"written: {file}" for file in files),
+            *([f"no script: {why}"] if why else []),
+        ):
+            print(line)
     return 0 if found.status == "match" else 1
 
 

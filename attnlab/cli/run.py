@@ -33,7 +33,6 @@ from attnlab.cli.command import (
     show,
 )
 from attnlab.kernels.child_process import run_in_child, start_context
-from attnlab.kernels.runner import runners
 from attnlab.lab.products import check_memory
 
 _POLL_S = 0.1
@@ -253,6 +252,7 @@ def _run(args: argparse.Namespace) -> int:
     platform = args.platform or machine_platform() or "sm_90"
     field_type("platform").check("platform", platform)
 
+    from attnlab.kernels.runner import runners
     from attnlab.replay.random_comparison import compare_backends
 
     (mine,) = runners([], [args.kernel], None)

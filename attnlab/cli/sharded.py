@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.flags import given_fields
@@ -32,6 +31,7 @@ from attnlab.tasks.store import Header, Shard, Store
 from attnlab.tasks.task import InProcess, Job, Outcome, Task
 
 if TYPE_CHECKING:
+    from attnlab.case.case import Case
     from attnlab.checker.report import Report
     from attnlab.mutation.power import MutationReport
 
@@ -126,10 +126,10 @@ def _run(args: argparse.Namespace) -> int:
     return print_power(report, args.json)
 
 
-def _run_tasks(args: argparse.Namespace, case: Case) -> int:
+def _run_tasks(args: argparse.Namespace, case: "Case") -> int:
     """Score the mutants one by one, with a store."""
     from attnlab.checker.case_run import versions
-    from attnlab.mutation.power import PowerJob, power_header, power_tasks
+    from attnlab.mutation.power import PowerJob, power_header, power_report, power_tasks
 
     shard = check_flags(args.shard, args.out)
     tasks, header = power_tasks(case), power_header(case, versions(), shard)
@@ -137,19 +137,10 @@ def _run_tasks(args: argparse.Namespace, case: Case) -> int:
     outcomes, code = run_sharded(
         "planting defects", job, tasks, header, shard, args.out, args.engine
     )
-    return print_power_of(case, shard, outcomes, args.json, code)
-
-
-def print_power_of(
-    case: Case, shard: Shard, outcomes: Mapping[str, Outcome], as_json: bool, code: int = 0
-) -> int:
-    """Print the report of all tasks, or what a shard ran; ``code``: the exit code of a signal, or 0."""
     if code or shard.count > 1 or any(one.verdict is None for one in outcomes.values()):
-        return print_shard(shard, outcomes, as_json) or code
-    from attnlab.mutation.power import power_report
-
+        return print_shard(shard, outcomes, args.json) or code
     seconds = sum(one.seconds for one in outcomes.values())
-    return print_power(power_report(case, outcomes, seconds), as_json)
+    return print_power(power_report(case, outcomes, seconds), args.json)
 
 
 def print_power(report: "MutationReport", as_json: bool) -> int:

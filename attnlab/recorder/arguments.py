@@ -599,8 +599,11 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> BoundArgumen
 def release_of(program: str) -> str | None:
     """Return the release of an imported or installed package."""
     version = getattr(sys.modules.get(program), "__version__", None)
-    if isinstance(version, str):
-        return version
+    return version if isinstance(version, str) else _installed_release(program)
+
+
+@functools.cache
+def _installed_release(program: str) -> str | None:
     try:
         return importlib.metadata.version(program)
     except importlib.metadata.PackageNotFoundError:

@@ -396,7 +396,7 @@ def test_the_tool_makes_the_page_of_two_releases(
     """It runs the command itself, in which engines stand for the interpreter and the GPU."""
     kernels = {"0.12.0": wrong("a"), "0.14.0": wrong("a")}
     engine, gpu = FakeEngine(kernels=kernels), FakeEngine(kernels=dict.fromkeys(kernels, native))
-    monkeypatch.setattr("attnlab.cli.releases.find_engine", lambda *args: engine)
+    monkeypatch.setattr("attnlab.tasks.run.find_engine", lambda *args: engine)
     monkeypatch.setattr("attnlab.cli.releases._gpu", lambda *given: gpu)
     page = tmp_path / "page.html"
     words_of_command = [
@@ -434,7 +434,7 @@ def test_the_command_runs_with_its_defaults(
     """All cases of each op run unless --cases is given."""
     assert plan.releases
     engine = FakeEngine(kernels={"0.15.0": wrong("a", if_op=OPS[1])}, most=10**6)
-    monkeypatch.setattr("attnlab.cli.releases.find_engine", lambda *args: engine)
+    monkeypatch.setattr("attnlab.tasks.run.find_engine", lambda *args: engine)
     argv = ["releases", "--sources", str(tmp_path), "--op", OPS[1], "--json"]
     assert main(argv) == 1
     table = json.loads(capsys.readouterr().out)
