@@ -164,7 +164,7 @@ class Conditions:
         }
 
     def part(self, tasks: Sequence[Task], shard: Shard) -> dict[str, Any]:
-        """Return what says which part of which tasks a store has, and what runs them."""
+        """Return fields of the header of a store: the versions, the shard, and a digest of the tasks."""
         keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
         return {
             "versions": versions(),
