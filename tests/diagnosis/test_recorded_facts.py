@@ -27,6 +27,7 @@ from attnlab.diagnosis.diagnose import (
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import true_of_outside
 from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
+from attnlab.kernels.triton.replay import Replay
 from attnlab.lab.lab import Lab
 
 CASE = hostile(op="unified_attention", backend="vllm", query_lens=(1, 1), ctx_lens=(20, 9))
@@ -165,6 +166,20 @@ def test_a_grid_without_programs_has_no_facts():
     launch.arguments = {**launch.arguments, "query_ptr": torch.zeros(ROWS, HEADS, SIZE)}
     launch.programs = []
     assert not facts(launch, wrong)
+
+
+@pytest.mark.parametrize("has_exact", [True, False])
+def test_the_output_is_what_fits_exactly_or_the_first_elements_of_each_head(has_exact):
+    """The parts of a sequence that is not split have one element more in each head, and come first."""
+    wide, exact = torch.zeros(ROWS, HEADS, SIZE + 1), torch.zeros(ROWS, HEADS, SIZE)
+    given = {"counter": torch.zeros(()), "parts": wide, **({"o": exact} if has_exact else {})}
+    launch = stores(wide, 0, None)
+    launch.function = SimpleNamespace(fn=stores)
+    first = [np.array([one.data_ptr()], dtype=np.uint64) for one in given.values()]
+    launch.arguments, launch.programs = given, [ProgramLog(program=(0, 0, 0), stores={LINE: first})]
+    found = Replay([launch], exact.shape).output
+    assert found.shape == exact.shape
+    assert found.data_ptr() == (exact if has_exact else wide).data_ptr()
 
 
 def test_a_fact_that_a_wrong_output_lacks_is_no_claim():

@@ -89,7 +89,7 @@ class Replay:
     ) -> None:
         self.launches, self._shape = launches, shape
         self._written = _written(launches)
-        fitting = (_rows_of(t, shape) for t in self._written)
+        fitting = (fit(t, shape) for fit in (_rows_of, _first_elements) for t in self._written)
         self.output = next((rows for rows in fitting if rows is not None), None)
         if output is not None:
             self.output = output
@@ -376,14 +376,7 @@ def _named_output(launches: Sequence[LaunchLog], shape: torch.Size) -> torch.Ten
 
 
 def _rows_of(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """Return a tensor that fits an output, without leading dimensions of 1; None if it does not fit.
-
-    Of a tensor with more elements in each head, as the latent of MLA may have, these are the first.
-    """
-    *rows, size = tensor.shape
-    is_wider = len(shape) == 3 and math.prod(rows) == math.prod(shape[:2]) and size > shape[2]
-    if tensor.is_floating_point() and is_wider and tensor.is_contiguous():
-        return tensor.view(*shape[:2], size)[..., : shape[2]]
+    """Return a tensor that fits an output, without leading dimensions of 1; None if it does not fit."""
     while tensor.is_floating_point() and tensor.dim() > 1:
         if tensor.shape[0] >= shape[0] and tensor.shape[1:].numel() == shape[1:].numel():
             return tensor
@@ -391,6 +384,17 @@ def _rows_of(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
             return None
         tensor = tensor[0]
     return None
+
+
+def _first_elements(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Return the first elements of each head of a tensor with more than an output has, as the latent of MLA
+    may have; None if it does not fit."""
+    if not tensor.is_floating_point() or not tensor.is_contiguous() or not tensor.dim():
+        return None
+    *rows, size = tensor.shape
+    if len(shape) != 3 or math.prod(rows) != math.prod(shape[:2]) or size <= shape[2]:
+        return None
+    return tensor.view(*shape[:2], size)[..., : shape[2]]
 
 
 def _among(addresses: Any, tensor: torch.Tensor) -> Any:
