@@ -546,13 +546,18 @@ def evidence_fields(
 
 
 def _description(diagnosis: Diagnosis, label: str) -> str:
-    """Return the text of each defect that explains an output, its rule, or the facts that reproduce it."""
+    """Return the text of each defect that explains an output, its rule, or the facts that reproduce it.
+
+    No further case confirms the facts: they are said of this output alone.
+    """
     if diagnosis.explanations:
         return "; ".join(f"{one.name}: {one.text}" for one in diagnosis.explanations)
     if label != diagnosis.status:
         return label
     pattern = diagnosis.pattern
-    return "; ".join(fact.sentence for fact in pattern.rules) if pattern.is_complete else ""
+    if not pattern.is_complete:
+        return ""
+    return f"in the smallest case, {'; '.join(fact.sentence for fact in pattern.rules)}"
 
 
 def _kinds_of(lab: Lab, case: Case, output: torch.Tensor) -> set[str]:

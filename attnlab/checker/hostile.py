@@ -453,11 +453,13 @@ _BLOCK = Edges(frozenset({16}), frozenset({16}))  # of ops whose launches have n
 
 
 def edges(backend: Backend, cases: Iterable[Case]) -> Edges:
-    """Return the edges of the launches of some Cases."""
+    """Return the edges of the launches of some Cases, and of one and two parts of their sequences."""
     if not backend.is_interpreted:
         return _USUAL
     found = Edges()
     for case in cases:
+        if (step := OPS[case.op].split_step or 1) > 1:
+            found |= Edges(keys=frozenset({step, 2 * step}))
         for launch in launches(backend, case):
             found |= edges_of(launch)
     return found if found.keys and found.queries else found | _BLOCK

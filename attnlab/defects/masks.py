@@ -451,6 +451,7 @@ TOKENS = family(
         "rows attend to the context but not to the new tokens",
         "nano-vllm #213",
         lambda at: at.hide(at.keys >= at.ctx_len),
+        lambda problem: problem.call.spec.context,
     ),
     fault(
         "new_tokens_only",

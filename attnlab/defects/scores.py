@@ -256,13 +256,24 @@ def _has_sinks(problem: Problem) -> bool:
     return problem.call.sinks is not None
 
 
+def equal_parts(length: int, count: int, multiple: int) -> range:
+    """Return where at most ``count`` parts of equally many keys begin, a multiple of ``multiple``."""
+    return range(0, length, -(-length // (count * multiple)) * multiple)
+
+
 def splits(problem: Problem, seq: int) -> int:
     """Return into how many parts a sequence is split, each with its own softmax sum, before the merge.
 
-    unified_attention splits a batch of decodes into segments of whole tiles of 16 tokens. Every other
-    kernel is assumed to split its cached tokens as ROCm's does, in partitions, of 256 if its record has none.
+    unified_attention splits a batch of decodes into segments of whole tiles of 16 tokens, an op whose record
+    has one number of parts into as many. Every other kernel is assumed to split its cached tokens as ROCm's
+    does, in partitions, of 256 if its record has none.
     """
     call = problem.call
+    counts = call.spec.split_counts(call.num_splits) if call.spec.splits_decodes else ()
+    if len(counts) == 1:
+        return len(
+            equal_parts(problem.seq_len(seq), counts[0], call.spec.split_step or call.block_size)
+        )
     if call.op != UNIFIED:
         return max(1, -(-problem.cached_len(seq) // problem.partition_size))
     if call.max_query_len > 1:

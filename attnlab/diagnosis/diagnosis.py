@@ -520,15 +520,26 @@ class Diagnosis(Shown):
             )
         if self.is_within_tolerance:
             sentences.append(f"the tolerance of {self.tolerance:g} accepts this error")
-        if self.unwritten:
-            rows = list_text("row", self.unwritten)
-            sentences.append(_UNWRITTEN_BY[self.unwritten_by].format(rows=rows))
+        sentences += self._unwritten_sentences()
         if self.slot_dependent:
             rows = list_text("row", self.slot_dependent)
             sentences.append(f"the result of {rows} depends on unwritten cache slots")
         for kind, kind_rows in self.slot_kinds.items():
             sentences.append(f"NaN in {_SLOTS[kind]} changes {list_text('row', kind_rows)}")
         return sentences
+
+    def _unwritten_sentences(self) -> list[str]:
+        """Return which rows no kernel writes, and how that is known."""
+        if not self.unwritten:
+            return []
+        rows = list_text("row", self.unwritten)
+        return [_UNWRITTEN_BY[self.unwritten_by].format(rows=rows)]
+
+    def _rule_sentences(self) -> list[str]:
+        """Return the facts of the pattern that reproduce wrong numbers, in one sentence, if there are any."""
+        return (
+            ["; ".join(fact.sentence for fact in self.pattern.rules)] if self.pattern.rules else []
+        )
 
     def _in_bounds_text(self) -> str:
         """Return which error is the largest relative to its rounding bound."""
@@ -591,7 +602,6 @@ class Diagnosis(Shown):
             or self.rule
             or self.weights
             or self.leak
-            or self.precision
             or (self.accesses is not None and self.accesses.is_unwritten)
         )
         return self.repair is not None and not known
@@ -630,8 +640,9 @@ class Diagnosis(Shown):
         if self.status == "described":
             return self._description()
         if self.cause is None or self.cause.scope is None:
-            if self.observed:
-                return _in_this_call(self.observed[0])
+            known = [*self.observed, *self._unwritten_sentences(), *self._rule_sentences()]
+            if known:
+                return _in_this_call(known[0])
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
@@ -667,7 +678,7 @@ class Diagnosis(Shown):
             return self.features.text
         if self.traits is not None:
             return self.traits.text
-        return "; ".join(fact.sentence for fact in self.pattern.rules)
+        return "".join(self._rule_sentences())
 
     def _violation_sentences(self) -> list[str]:
         silent = [violation for violation in self.violations if violation.effect != "harmless"]

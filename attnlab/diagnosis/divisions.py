@@ -16,6 +16,7 @@ import torch
 from attnlab.case.ops import UNIFIED
 from attnlab.contracts.contract import ROCM_DECODE
 from attnlab.defects.edit import TILES, Defect
+from attnlab.defects.scores import equal_parts
 from attnlab.lab.problem import (
     AttentionInputs,
     Predicted,
@@ -334,7 +335,7 @@ def _splits(count: int, size: int, multiple: int) -> Callable[[Problem, int], Pa
 
     def parts(problem: Problem, seq: int) -> Parts:
         length = problem.seq_len(seq)
-        return _cut(length, -(-length // (count * multiple)) * multiple, size)
+        return _cut(length, equal_parts(length, count, multiple).step, size)
 
     return parts
 

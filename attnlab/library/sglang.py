@@ -98,6 +98,7 @@ DECODE_ATTENTION = _op(
     strides=dict.fromkeys(("q", "o", "k_buffer", "v_buffer"), 2),
     neutral=dict.fromkeys(("num_kv_splits", "max_kv_splits", "page_size"), PATH),
     default_splits=8,  # the choice of attnlab: SGLang computes a number for each sequence
+    left_out={"num_kv_splits of each sequence": "every sequence has the same number of parts"},
     split_step=32,  # _MIN_BLOCK_KV
     parts={
         "kernel": "_fwd_kernel_stage2",
