@@ -257,7 +257,6 @@ def upstream(version: str) -> dict[str, dict[str, list[str]]]:
             folder, _, name = member.name.rpartition("/")
             if folder.endswith(FOLDER) and name in FILES:
                 file = sdist.extractfile(member)
-                assert file is not None
                 found[name] = ids(file.read().decode())
                 if len(found) == len(FILES):
                     break
