@@ -80,8 +80,7 @@ def test_a_row_without_visible_keys_gives_zero():
     """A tree may hide every key."""
     case = random_case("tree", 0, query_lens=(2,), ctx_lens=(0,), tree_parents=None)
     call, _ = call_of(case)
-    hidden = torch.full((2, 2), -torch.inf)
-    mask = mask_of(dataclasses.replace(call, qq_bias=hidden), 0)
+    mask = mask_of(dataclasses.replace(call, qq_bias=torch.full((2, 2), -torch.inf)), 0)
     assert not mask.visible(torch.arange(2)).any()
 
 
