@@ -118,8 +118,7 @@ def test_sequences_are_identified_by_their_first_block():
 
 def test_json_round_trip():
     """A timeline read from its JSON is equal; JSON without a field is refused."""
-    again = Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict())))
-    assert again == TIMELINE
+    assert Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict()))) == TIMELINE
     broken = TIMELINE.to_dict()
     del broken["events"][0]["slot_mapping"]
     with pytest.raises(AttnLabError, match=r"^timeline must hold the fields of one"):
