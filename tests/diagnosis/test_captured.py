@@ -191,7 +191,6 @@ def test_an_output_is_diagnosed_without_a_run():
     """Unwritten rows are found by the buffer's known contents."""
     case = hostile(stage="int32_before_cumsum", output_init="recycled", empty_slots="garbage")
     diagnosis = diagnose(case, Lab().output(case))
-    assert diagnosis.cause is not None
     assert diagnosis.cause.name == "query_start_loc_as_int32"
     assert diagnosis.unwritten_by == "buffer"
     assert diagnosis.slot_dependent is None
@@ -219,22 +218,11 @@ def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
     call = dataclasses.replace(lab.call(case), output=output)
     diagnosis = diagnose_call(call, Target.of(case), decide(case).kernels)
     assert diagnosis.status == "explained"
-    assert diagnosis.cause is not None
     assert diagnosis.cause.name == "query_start_loc_as_int32"
     causes = ("query_start_loc_as_int32", "rows_never_written")
     rest = [defect for defect in DEFECTS.values() if defect.name not in causes]
     blind = diagnose_call(call, Target.of(case), decide(case).kernels, defects=rest)
     assert blind.status == "unexplained"
-
-
-def test_a_call_of_another_defect_is_diagnosed_without_its_case():
-    """A default scale from the number of heads."""
-    case = hostile(release="0.11.2", empty_slots="zeros")
-    call, _ = call_of(case)
-    output = Lab().output(case)
-    diagnosis = diagnose_call(call, Target.of(case), decide(case).kernels, output=output)
-    assert diagnosis.cause is not None
-    assert diagnosis.cause.name == "scale_by_num_heads"
 
 
 def test_kernels_of_a_call_are_those_of_its_case():
