@@ -322,8 +322,7 @@ def test_findings_with_one_smallest_case_are_one():
     (joined, left) = merged_findings([one, same, apart])
     assert (joined.diagnosis, joined.names, joined.seen) == ("b", ("b",), 5)
     assert left == apart
-    kind = dataclasses.replace(same, kind="rows_not_written")
-    assert len(merged_findings([same, kind])) == 2
+    assert len(merged_findings([same, dataclasses.replace(same, kind="rows_not_written")])) == 2
     named = dataclasses.replace(same, case=other, names=("a", "b"), diagnosis="ambiguous")
     assert [each.seen for each in merged_findings([same, named])] == [6]
     separate = dataclasses.replace(named, wrong_in=("decode",))

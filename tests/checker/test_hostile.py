@@ -169,8 +169,7 @@ def test_launches_are_read_without_running_programs() -> None:
     """The prefill kernel of 0.33.0 has 128 rows a program, which the lengths reach and exceed."""
     backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
     sizes = {"num_heads": 2, "head_size": 64, "query_lens": (3,), "ctx_lens": (5,)}
-    case = Case(op=PREFILL, backend="vllm", platform="sm_90", **sizes)
-    (launch,) = launches(backend, case)
+    (launch,) = launches(backend, Case(op=PREFILL, backend="vllm", platform="sm_90", **sizes))
     assert edges_of(launch).queries == {128}
     lengths = hostile_design(backend, PREFILL, "sm_90").values["lengths"].values()
     assert {127, 128, 129} <= {n for value in lengths for n in value.fields["query_lens"]}

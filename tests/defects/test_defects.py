@@ -530,8 +530,7 @@ def test_the_merge_in_base_2_weighs_by_misread_logarithms():
         ("merge_weights_exchanged", logs.softmax(0).flip(0)),
     ):
         merged = (weights[..., None] * outputs).sum(0).transpose(0, 1)
-        predicted = DEFECTS[name].compute(problem, row_slice).output
-        assert (merged - predicted).abs().max() < 1e-9
+        assert (merged - DEFECTS[name].compute(problem, row_slice).output).abs().max() < 1e-9
 
 
 def test_a_cap_over_the_mask_leaves_weight_on_later_keys():

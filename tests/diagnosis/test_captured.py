@@ -98,8 +98,7 @@ def test_scales_as_tensors(kind):
 def test_keys_and_values_of_different_width():
     query, key, value = tensors(value_size=32)
     key, value = key.half(), value.half()
-    output = attention(query, key, value, TABLE).half()
-    call = made(key, value, query, output)
+    call = made(key, value, query, attention(query, key, value, TABLE).half())
     assert attnlab.diagnose(call).status == "nothing wrong"
     wrong = attention(query, key, value, TABLE, scale=0.25).half()
     assert attnlab.diagnose(call, wrong).cause.name == "scale_doubled"
@@ -248,8 +247,7 @@ def test_a_wrong_output_is_refused():
 def test_diagnosing_changes_no_tensor(tmp_path):
     case, lab = hostile(stage="int32_before_cumsum"), Lab()
     output = lab.output(case)
-    call = lab.call(case)
-    call.save(tmp_path / "before")
+    lab.call(case).save(tmp_path / "before")
     kept = output.clone()
     diagnose(case, output, lab=lab)
     lab.call(case).save(tmp_path / "after")

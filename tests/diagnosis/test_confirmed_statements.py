@@ -316,8 +316,7 @@ def test_a_rule_of_decodes_may_fail_for_other_batches():
         else:
             output += 1.0
 
-    found = find_rule(Lab(), DECODES, spoiled(spoil).output)
-    assert found.only_decodes
+    assert find_rule(Lab(), DECODES, spoiled(spoil).output).only_decodes
 
 
 def test_right_batches_of_decodes_alone_do_not_refute_a_name():

@@ -132,8 +132,7 @@ def test_another_fault_of_a_further_case_does_not_refute_a_name(feature, without
     lab = FaultyLab(change=lambda case, call: without, spoil=spoil)
     alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
     found = with_second_cases(Lab(), case, lab.output, alone, second_cases)
-    names = [one.name for one in found.explanations]
-    assert names == expected
+    assert [one.name for one in found.explanations] == expected
 
 
 def has_prefills(case: Case) -> bool:
@@ -284,8 +283,7 @@ def test_the_law_of_a_wrong_log_sum_exp_is_stated():
 def test_a_log_sum_exp_of_two_bases_is_stated(of_maximum, of_sum, law):
     highest, sums = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.4, 3.0, 1.1])
     wrong = of_maximum * highest + of_sum * sums.log()
-    found = list(_laws(wrong, highest + sums.log(), highest, torch.full((3,), 1e-5)))
-    assert found[0] == law
+    assert next(iter(_laws(wrong, highest + sums.log(), highest, torch.full((3,), 1e-5)))) == law
 
 
 ROUNDED_TO_16_BITS = (

@@ -234,8 +234,7 @@ def test_keys_of_another_head_have_no_rule(sound):
 def test_a_large_output_is_sampled():
     """More elements than are examined; the rule is still found."""
     case = hostile(query_lens=(300, 300, 1), ctx_lens=(40, 3, 300), num_heads=12)
-    lab = Lab()
-    problem, output = correct_run(lab, case)
+    problem, output = correct_run(Lab(), case)
     output[:, 5] /= 2
     pattern = describe(problem, output, locate(problem, output))
     assert pattern.of("factor")[0].values["heads"] == [5]

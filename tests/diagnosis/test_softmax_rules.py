@@ -144,12 +144,10 @@ def test_earlier_tiles_are_lost():
     row_slice = next(iter(all_rows(problem)))
     scores, parts = scores_of(problem.attention_inputs(row_slice)), division.parts(problem, 0)
     first = parts[0][-1][0]
-    law = SoftmaxLaw(keep_sum=False, keep_output=False)
-    found = law.weights(scores, parts, "", None)
+    found = SoftmaxLaw(keep_sum=False, keep_output=False).weights(scores, parts, "", None)
     assert (found[..., :first] == 0).all()
     torch.testing.assert_close(found[..., first:], scores[..., first:].softmax(-1))
-    lost = SoftmaxLaw(keep_sum=False).weights(scores, parts, "", None)
-    assert (lost.sum(-1) > 1).all()
+    assert (SoftmaxLaw(keep_sum=False).weights(scores, parts, "", None).sum(-1) > 1).all()
 
 
 def test_maxima_and_sums_of_segments_share_an_address():
@@ -205,8 +203,7 @@ def test_a_constant_in_one_loop_is_its_opposite_in_the_other():
 
 
 def test_with_sinks_the_loops_differ():
-    sinks = {"sinks": True, "query_lens": (1, 40)}
-    problem = make_problem(small("unified_attention", **sinks))
+    problem = make_problem(small("unified_attention", **{"sinks": True, "query_lens": (1, 40)}))
     assert not any(" or in the loop" in one.text for one in loop_defects(problem))
 
 
@@ -348,8 +345,7 @@ def test_rules_have_positive_bounds():
     row_slice = list(all_rows(problem))[-1]
     for rule in softmax_defects(problem):
         if rule.text.startswith("with tiles of 16, "):
-            bound = rule.compute(problem, row_slice).bound.nan_to_num(1.0)
-            assert (bound > 0).all(), rule.text
+            assert (rule.compute(problem, row_slice).bound.nan_to_num(1.0) > 0).all(), rule.text
 
 
 def test_empty_tiles_have_the_size_of_the_last_tile():

@@ -313,8 +313,7 @@ def planted(name: str) -> Diagnosis:
     """Return the diagnosis of a planted defect, from the output alone."""
     lab = Lab()
     problem, output = correct_run(lab, CASE)
-    wrong = plant(problem, output, DEFECTS[name], "all")
-    return diagnose(CASE, wrong, lab=lab, propose=False)
+    return diagnose(CASE, plant(problem, output, DEFECTS[name], "all"), lab=lab, propose=False)
 
 
 def test_a_name_that_the_weights_contradict_is_withdrawn():

@@ -111,8 +111,7 @@ def test_with_attention_first_only_swaps_calls():
 def test_sequences_are_identified_by_their_first_block():
     """The order in the batch does not matter."""
     later = dataclasses.replace(EVENTS[3], block_table=(TABLE[1], TABLE[0]))
-    timeline = dataclasses.replace(TIMELINE, events=(*EVENTS[:3], later))
-    assert timeline.seq_ids(later) == [1, 0]
+    assert dataclasses.replace(TIMELINE, events=(*EVENTS[:3], later)).seq_ids(later) == [1, 0]
     assert TIMELINE.seq_ids(EVENTS[3]) == [0, 1]
 
 

@@ -202,8 +202,7 @@ def test_reads_are_those_of_each_program(kernels):
     reads = []
     for on in (False, True):
         out = torch.zeros(6, 4)
-        watched = Watched(rows=(6, 4), new=(0, 0), caches={(8, 4): (0, 1)})
-        plan = LaunchPlan(watched=watched)
+        plan = LaunchPlan(watched=Watched(rows=(6, 4), new=(0, 0), caches={(8, 4): (0, 1)}))
         with launching(plan), using_lockstep(on):
             kernels.walk[(6,)](numbers, cache, out, SIZE=4)
         assert not plan.observed.alone
