@@ -42,8 +42,7 @@ def test_environment_yml_is_what_pyproject_says() -> None:
     extras = project["optional-dependencies"]
     assert project["dependencies"]
     assert all(extras.values())
-    wanted = {*project["dependencies"]}.union(*extras.values())
-    assert wanted <= set(listed)
+    assert {*project["dependencies"]}.union(*extras.values()) <= set(listed)
 
 
 def test_every_dependency_says_why_it_is_there() -> None:
@@ -60,7 +59,6 @@ def test_make_installs_extras_that_exist() -> None:
     """The Makefile names extras of pyproject.toml and no package of its own."""
     text = (ROOT / "Makefile").read_text()
     extras = re.search(r"^EXTRAS \?= (.+)$", text, re.MULTILINE)
-    assert extras is not None
     assert set(extras[1].split(",")) <= set(_project()["optional-dependencies"])
     assert re.findall(r"pip install (.*)", text) == [
         "--quiet --disable-pip-version-check --no-compile"

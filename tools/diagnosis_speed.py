@@ -60,8 +60,7 @@ def faults() -> Iterator[HandFault]:
 
 def planted(fault: HandFault, source: Path, folder: Path) -> Path | None:
     """Copy a source with a fault into a folder; return its root, or None if it lacks the place."""
-    root = find_source(source)
-    own = root.op_file(OPS[fault.op].module)
+    own = find_source(source).op_file(OPS[fault.op].module)
     for file in (own, *own.parent.glob("triton_attention_helpers.py")):
         with suppress(NoPlace):
             text = fault.apply(file.read_text())

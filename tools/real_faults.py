@@ -347,8 +347,7 @@ def judge(order: dict[str, Any]) -> dict[str, Any]:
         root = plant(order, Path(folder) / "vllm")
         os.environ["ATTNLAB_CACHE"] = str(Path(folder) / "cache")  # a mutant is built once
         backend = find_backend(order["backend"], root, "cpu")
-        lab = Lab(source=root, device="cpu")
-        result = classify(order, backend, lab, root)
+        result = classify(order, backend, Lab(source=root, device="cpu"), root)
         if "located" in result:
             result |= place_of(order, root, result.pop("located"))
     return {**described(order), **result, "seconds": round(processor_s() - began, 1)}

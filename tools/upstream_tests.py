@@ -104,8 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     further = _MODULES.get(package.name, ())
     folders = (one.rpartition(".")[0].replace(".", "/") for one in further)
     package = replace(package, folders=(*package.folders, *folders))
-    platform = PLATFORMS[given["platform"]]
-    stubs = package_stubs(package, platform, interpreted_triton())
+    stubs = package_stubs(package, PLATFORMS[given["platform"]], interpreted_triton())
     helpers = _HELPERS.get(package.name, {})
     for name, content in helpers.items():
         vars(stubs.setdefault(name, Stub(name))).update(content)

@@ -8,7 +8,7 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from helpers.cases import hostile
+from helpers.cases import hostile, refused
 from helpers.commands import error_line
 from helpers.examples import examples
 from helpers.strategies import cases
@@ -144,8 +144,7 @@ def test_rules_between_fields(fields, name, words):
 
 def test_blocks_that_no_token_needs_may_be_shared():
     """Only blocks that hold tokens belong to a sequence; padding entries may be any block."""
-    case = Case(**LENS, block_table=((0, 1, 2), (2, 3, 4)))
-    assert case.total_blocks == 5
+    assert Case(**LENS, block_table=((0, 1, 2), (2, 3, 4))).total_blocks == 5
 
 
 @pytest.mark.parametrize(
@@ -224,9 +223,8 @@ def test_command_line_of_a_known_case():
     ],
 )
 def test_text_that_cannot_be_parsed(name, text):
-    with pytest.raises(InvalidCase) as caught:
+    with refused(name):
         field_type(name).parse(name, text)
-    assert caught.value.field == name
 
 
 def test_defaults_are_those_of_the_test():
@@ -358,6 +356,8 @@ def test_short_bounds():
 
 
 MASKED = {"op": "unified_attention", "query_lens": (3, 1), "ctx_lens": (5, 9)}
+ENCODED = {"op": "triton_prefill_attention", "query_lens": (3,), "ctx_lens": (0,)}
+WITH_ARGUMENT = {"op": "unified_attention", "backend": "vllm", "op_argument": "tensor_descriptors"}
 
 
 def test_every_mask_has_an_op_and_its_data_a_field():
@@ -366,39 +366,75 @@ def test_every_mask_has_an_op_and_its_data_a_field():
     assert all(mask.ops or mask.name == "causal" for mask in MASKS.values())
 
 
+PACKED = {"op_argument": "head_major_packed", "block_size": 20, "fill": None}
+IMPOSSIBLE = [
+    (
+        MASKED,
+        [
+            ({"mask": "range"}, "mask"),
+            ({"mask": "ranges", "op": "context_attention_fwd"}, "mask"),
+            ({"mask": "bidirectional", "op": "merge_attn_states"}, "mask"),
+            ({"mask": "bidirectional", "release": "0.11.2"}, "mask"),
+            ({"mask": "bidirectional", "op": "context_attention_fwd", "alibi": True}, "alibi"),
+            ({"mask": "chunks"}, "sliding_window"),
+            ({"mask": "prefix_and_window"}, "sliding_window"),
+            ({"mask": "ranges", "sliding_window": 4, "freed": "empty"}, "freed"),
+            ({"mask": "ranges", "chunk_lookback": 1}, "chunk_lookback"),
+            ({"causal_seqs": (1, 0)}, "causal_seqs"),
+            ({"mask": "causal_by_sequence", "causal_seqs": (1,)}, "causal_seqs"),
+            ({"mask": "causal_by_sequence", "causal_seqs": (1, 2)}, "causal_seqs"),
+            ({"mask": "ranges", "mm_prefix_range": ((0, 3),)}, "mm_prefix_range"),
+            ({"mask": "ranges", "mm_prefix_range": ((0, 3, 4), (0, 1, 1))}, "mm_prefix_range"),
+            ({"mask": "ranges", "mm_prefix_range": ((0, 8), (0, 1))}, "mm_prefix_range"),
+            ({"mask": "ranges", "mm_prefix_range": ((3, 1), (0, 1))}, "mm_prefix_range"),
+            (
+                {"mask": "prefix_and_window", "sliding_window": 2, "rswa_prefix_lens": (9, 0)},
+                "rswa_prefix_lens",
+            ),
+            ({"mask": "chunks", "sliding_window": 2, "chunk_lookback": 2}, "chunk_lookback"),
+            ({"mask": "tree", "tree_parents": (0, 0)}, "tree_parents"),
+            ({"mask": "tree", "tree_parents": (0, 2, 0)}, "tree_parents"),
+        ],
+    ),
+    (
+        ENCODED,
+        [
+            ({"ctx_lens": (1,)}, "ctx_lens"),
+            ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+            ({"alibi": True}, "alibi"),
+            ({"release": "0.11.2"}, "release"),
+            ({"freed": "empty", "sliding_window": 4}, "freed"),
+            ({"mask": "tree"}, "mask"),
+            ({"backend": "rocm"}, "backend"),
+        ],
+    ),
+    (
+        WITH_ARGUMENT,
+        [
+            ({"op": "merge_attn_states"}, "op_argument"),
+            ({"backend": "model"}, "op_argument"),
+            ({"sliding_window": 4, "alibi": False, "op_argument": "fp8_query"}, "kv_cache_dtype"),
+            ({"op_argument": "tensor_descriptor"}, "op_argument"),
+            ({"kv_head_range": (0, 1)}, "op_argument"),
+            ({"op_argument": "int4_per_token_head", "mask": "bidirectional"}, "mask"),
+            ({"op_argument": "int4_per_token_head", "head_size": 63, "x": 1}, "head_size"),
+            ({"op_argument": "diffkv", "head_size": 2, "x": 1}, "head_size"),
+            (
+                {"op": "reshape_and_cache_flash", **PACKED},
+                "block_size",
+            ),
+        ],
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"mask": "range"}, "mask"),
-        ({"mask": "ranges", "op": "context_attention_fwd"}, "mask"),
-        ({"mask": "bidirectional", "op": "merge_attn_states"}, "mask"),
-        ({"mask": "bidirectional", "release": "0.11.2"}, "mask"),
-        ({"mask": "bidirectional", "op": "context_attention_fwd", "alibi": True}, "alibi"),
-        ({"mask": "chunks"}, "sliding_window"),
-        ({"mask": "prefix_and_window"}, "sliding_window"),
-        ({"mask": "ranges", "sliding_window": 4, "freed": "empty"}, "freed"),
-        ({"mask": "ranges", "chunk_lookback": 1}, "chunk_lookback"),
-        ({"causal_seqs": (1, 0)}, "causal_seqs"),
-        ({"mask": "causal_by_sequence", "causal_seqs": (1,)}, "causal_seqs"),
-        ({"mask": "causal_by_sequence", "causal_seqs": (1, 2)}, "causal_seqs"),
-        ({"mask": "ranges", "mm_prefix_range": ((0, 3),)}, "mm_prefix_range"),
-        ({"mask": "ranges", "mm_prefix_range": ((0, 3, 4), (0, 1, 1))}, "mm_prefix_range"),
-        ({"mask": "ranges", "mm_prefix_range": ((0, 8), (0, 1))}, "mm_prefix_range"),
-        ({"mask": "ranges", "mm_prefix_range": ((3, 1), (0, 1))}, "mm_prefix_range"),
-        (
-            {"mask": "prefix_and_window", "sliding_window": 2, "rswa_prefix_lens": (9, 0)},
-            "rswa_prefix_lens",
-        ),
-        ({"mask": "chunks", "sliding_window": 2, "chunk_lookback": 2}, "chunk_lookback"),
-        ({"mask": "tree", "tree_parents": (0, 0)}, "tree_parents"),
-        ({"mask": "tree", "tree_parents": (0, 2, 0)}, "tree_parents"),
-    ],
+    ("good", "fields", "field"), [(good, *row) for good, rows in IMPOSSIBLE for row in rows]
 )
-def test_impossible_combinations(fields, field):
-    with pytest.raises(InvalidCase) as caught:
-        Case(**{**MASKED, **fields})
-    assert caught.value.field == field
-    assert "\n" not in str(caught.value)
+def test_impossible_combinations(good, fields, field):
+    Case(**good)
+    with refused(field):
+        Case(**{**good, **fields})
 
 
 @pytest.mark.parametrize("mask", list(MASKS))
@@ -464,9 +500,8 @@ def test_a_case_is_refused_if_the_op_lacks_the_feature(name, field):
     if accepts(op):
         assert getattr(case_of(op, **{field: value}), field) == value
         return
-    with pytest.raises(InvalidCase) as caught:
+    with refused(field):
         case_of(op, **{field: value})
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,7 @@ def test_the_prefill_kernel_ignores_a_window_with_alibi(version):
     backend = find_backend("vllm", fetch_ops(version), "cpu")
     fields = {"alibi": True, "sliding_window": 7, "release": backend.release}
     lens = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
-    found = findings(backend, op=PREFILL, **fields, **lens)
-    assert ("wrong_output", "window_ignored") in found
+    assert ("wrong_output", "window_ignored") in findings(backend, op=PREFILL, **fields, **lens)
     assert not [
         one for one in findings(backend, op=UNIFIED, **fields, **lens) if one[0] == "wrong_output"
     ]

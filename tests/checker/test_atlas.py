@@ -169,8 +169,7 @@ def test_every_packaged_fault_has_a_row():
     for one in found:
         if len(one.names) == 1:  # also if it is not confirmed
             one = dataclasses.replace(one, diagnosis=one.names[0])
-        is_own = [fault for fault in faults if fault.is_shown(one, is_own_call=True)]
-        assert is_own, one.title
+        assert [fault for fault in faults if fault.is_shown(one, is_own_call=True)], one.title
     tile = next(one for one in faults if one.diagnosis == "kv_head_by_tile")
     assert {"decode_attention_fwd", DECODE, "lmdeploy_paged_attention"} <= {*tile.found_in}
 

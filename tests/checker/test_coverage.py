@@ -111,14 +111,6 @@ def test_the_pages_are_legible(tmp_path: Path) -> None:
         assert page.locator("td a code").bounding_box()["height"] < 30
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--coverage"], ["--coverage", "--release", "0.11.2"]], ids=["models", "older"]
-)
-def test_models_have_no_coverage(arguments, capsys: pytest.CaptureFixture[str]):
-    assert main(["check", *arguments]) == 2
-    assert "coverage must be given with Triton kernels" in capsys.readouterr().err
-
-
 # Coverage of arguments: what did not occur is listed, unless there is a reason; no parameter is unknown.
 
 
@@ -234,8 +226,7 @@ def test_all_cases_of_an_op_leave_no_gap():
     """Every line and branch of the cache write, every parameter and stride."""
     backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
     plan = Plan(backend=backend, ops=("reshape_and_cache_flash",), coverage=True)
-    report = check_library(plan)
-    (found,) = report.coverage.values()
+    (found,) = check_library(plan).coverage.values()
     assert found.missing == found.outdated == []
     assert [one.name for one in found.parameters if one.gaps] == []
     assert found.lines.percent > 95

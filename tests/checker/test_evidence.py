@@ -278,8 +278,7 @@ def test_a_fault_has_its_name_also_where_the_window_has_freed_blocks(tmp_path):
 def test_a_finding_without_a_name_says_what_is_known():
     """A described output has the rules that reproduce it, an ambiguous one the text of each name."""
     case = hostile(query_lens=(17, 5), ctx_lens=(16, 40))
-    right = Lab().output(case)
-    zeros = right.clone()
+    zeros = Lab().output(case).clone()
     zeros[3] = 0.0
     found = diagnose(case, zeros, defects=(), propose=False)
     assert found.status == "described"
@@ -323,8 +322,7 @@ def test_findings_with_one_smallest_case_are_one():
     (joined, left) = merged_findings([one, same, apart])
     assert (joined.diagnosis, joined.names, joined.seen) == ("b", ("b",), 5)
     assert left == apart
-    kind = dataclasses.replace(same, kind="rows_not_written")
-    assert len(merged_findings([same, kind])) == 2
+    assert len(merged_findings([same, dataclasses.replace(same, kind="rows_not_written")])) == 2
     named = dataclasses.replace(same, case=other, names=("a", "b"), diagnosis="ambiguous")
     assert [each.seen for each in merged_findings([same, named])] == [6]
     separate = dataclasses.replace(named, wrong_in=("decode",))

@@ -64,7 +64,6 @@ def test_a_size_that_fits_is_a_finding_with_a_line_and_int64_is_silent(tmp_path:
     assert report.exit_code == 1
     assert report.cases == 1  # a horizon is no case
     place = report.location(one)
-    assert place is not None
     assert (Path(place.file).name, place.line) == ("triton_merge_attn_states.py", 186)
     assert one.command.startswith(f"attnlab horizon {tmp_path} --kernel merge_attn_states_kernel")
     (result,) = [r for r in sarif(report)["runs"][0]["results"] if r["ruleId"] == HORIZON]

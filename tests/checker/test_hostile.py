@@ -107,13 +107,11 @@ def test_sinks_with_alibi_occur_in_several_rows_of_a_sequence(version):
     backend = find_backend("vllm", of_release(version).path, "cpu")
     cases = hostile_cases(backend, "unified_attention", "sm_90", 2 * len(VARIANTS), 0)
     chosen = (case for case in cases if case.sinks and case.alibi and case.op_argument == "none")
-    rows = [case.query_lens for case in chosen]
-    assert max(map(max, rows)) > 1
+    assert max(map(max, [case.query_lens for case in chosen])) > 1
 
 
 def test_what_is_refused_has_a_reason_and_is_refused() -> None:
-    subject = ModelBackend(rules="0.33.0")
-    design = hostile_design(subject, "unified_attention", "sm_90")
+    design = hostile_design(ModelBackend(rules="0.33.0"), "unified_attention", "sm_90")
     assert {len(entry) for entry in design.refused} == {1, 2}
     assert all(design.refused.values())
     for entry in design.refused:
@@ -171,8 +169,7 @@ def test_launches_are_read_without_running_programs() -> None:
     """The prefill kernel of 0.33.0 has 128 rows a program, which the lengths reach and exceed."""
     backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
     sizes = {"num_heads": 2, "head_size": 64, "query_lens": (3,), "ctx_lens": (5,)}
-    case = Case(op=PREFILL, backend="vllm", platform="sm_90", **sizes)
-    (launch,) = launches(backend, case)
+    (launch,) = launches(backend, Case(op=PREFILL, backend="vllm", platform="sm_90", **sizes))
     assert edges_of(launch).queries == {128}
     lengths = hostile_design(backend, PREFILL, "sm_90").values["lengths"].values()
     assert {127, 128, 129} <= {n for value in lengths for n in value.fields["query_lens"]}

@@ -67,7 +67,6 @@ def test_the_older_models_faults_are_found() -> None:
     by_scale = faults[by_heads]
     assert len(by_scale.case.lengths.query_lens) == 1
     result = Lab().run(by_scale.case)
-    assert result.errors is not None
     assert result.errors.greatest_abs.value > 1e-2
 
 
@@ -88,17 +87,29 @@ def test_the_older_models_faults_are_found() -> None:
             "sink_counted_twice",
         ),
         ("call.sinks[:, None", "call.sinks.roll(-1)[:, None", "wrong_output", "sink_next_head"),
+        (
+            "query = call.query[rows]",
+            "query = call.query.as_strided(call.query.shape, "
+            "(call.query[0].numel(), call.query.shape[2], 1))[rows]",
+            "wrong_output",
+            "strides ignored",
+        ),
+        ("value[:, hidden.all(0)] = 0.0", "pass", "reads_freed_blocks", "empty blocks"),
+        ("(hidden, -torch.inf)", "(hidden, -50.0)", "wrong_output", "unexplained"),
     ],
     ids=[
         *("scale", "raises", "window", "unwritten", "heads", "harmless"),
-        *("sink ignored", "sink twice", "sink of another"),
+        *("sink ignored", "sink twice", "sink of another", "strides", "freed blocks", "hidden"),
     ],
 )
-@pytest.mark.quick("raises", "window", "unwritten", "harmless", "sink twice")
+@pytest.mark.quick(
+    *("raises", "window", "unwritten", "harmless", "sink twice"),
+    *("strides", "freed blocks", "hidden"),
+)
 def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
     """Each fault has its kind; a change without effect has no finding."""
     assert old in RIGHT
-    found = faults_of_cases(planted(tmp_path, RIGHT.replace(old, new)), 12)
+    found = faults_of_cases(planted(tmp_path, RIGHT.replace(old, new)), 14)
     if kind is None:
         assert list(found) == []
     else:
@@ -126,8 +137,7 @@ def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     )
     whole = checked(planted(tmp_path, RIGHT), cases=6)
     (tmp_path / "broken").mkdir()
-    backend = planted(tmp_path / "broken", broken)
-    report = checked_by_workers(backend)
+    report = checked_by_workers(planted(tmp_path / "broken", broken))
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
     assert report.findings[0].case.sliding_window
     assert "illegal memory access" in report.findings[0].evidence

@@ -227,8 +227,7 @@ def test_what_the_time_did_not_suffice_for_is_not_run(plan: ReleasePlan, most: i
 
     Of 11 tasks, 9 are cases; then the fault is shrunk, and its smallest case runs in 0.14.0.
     """
-    kernels = {version: wrong("a") for version in plan.runs}
-    engine = FakeEngine(kernels=kernels, most=most)
+    engine = FakeEngine(kernels={version: wrong("a") for version in plan.runs}, most=most)
     table = check_releases(plan, engine)
     two = [("a", "ffnna"), ("a", "nnffa")]
     assert _states(table) == {10: two, 11: [("a", "ffffa")]}.get(most, two[:1])
@@ -299,8 +298,7 @@ def test_merged_shards_give_the_table_of_the_whole(plan: ReleasePlan) -> None:
     """The header has the tasks, and no path of this machine."""
     tasks = plan.tasks()
     outcomes = {task.key: _verdict(task, "a") for task in tasks}
-    rows = fault_rows(plan.header(tasks), tasks, outcomes)
-    assert rows.pending
+    assert fault_rows(plan.header(tasks), tasks, outcomes).pending
     whole = build_table(plan.header(tasks), tasks, outcomes, seconds=9.0, stopped="")
     header = {**plan.header(tasks, Shard(index=1, count=2)), "shard": "1/1"}
     assert merged_releases(header, outcomes).to_dict() == whole.to_dict()
@@ -360,8 +358,7 @@ def test_a_file_that_is_not_a_vllm_is_left_out(
     (tmp_path / "store").mkdir()
     argv = ["releases", "0.16.0", "--sources", str(tmp_path), "--op", "merge_attn_states"]
     assert main([*argv, "--cases", "1", "--engine", "local:1"]) in (1, 3)
-    notice = capsys.readouterr().err
-    assert "because it is not a vLLM: notes.txt, store" in notice
+    assert "because it is not a vLLM: notes.txt, store" in capsys.readouterr().err
     (tmp_path / "vllm-0.17.0.whl").write_text("no archive")
     line = error_line(capsys, argv)
     assert line.startswith(f"attnlab: {tmp_path / 'vllm-0.17.0.whl'}") or "source must" in line

@@ -23,19 +23,29 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(cli, "machine_platform", lambda: None)
 
 
+def decoded(capsys, monkeypatch, text, *flags):
+    """Return the document of a text; the printed text must have its sentences."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    found = document(capsys, ["decode-error", *flags], 0)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    shown = printed(capsys, ["decode-error", *flags], 0)
+    assert found["sentences"]
+    assert all(" ".join(sentence.split()) in shown for sentence in found["sentences"])
+    return found
+
+
 def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
     """Sequence 9, its only token, all heads; the error is too large for a wrong average."""
     file = tmp_path / "assertion.txt"
     file.write_text(TEXT)
-    decoded = document(capsys, ["decode-error", str(file), "--test-id", SEED_ID], 0)
-    assert (decoded["seq"], decoded["token"], decoded["query_len"]) == (9, 0, 1)
-    assert decoded["rows_worth"] == 1.0
-    assert decoded["newest"] == [929, 29, 1]
-    assert decoded["max_abs_error"] > decoded["largest_possible"]
-    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
-    text = printed(capsys, ["decode-error", "--test-id", SEED_ID], 0)
-    assert len(decoded["sentences"]) > 2
-    assert all(" ".join(words.split()) in text for words in decoded["sentences"])
+    found = document(capsys, ["decode-error", str(file), "--test-id", SEED_ID], 0)
+    assert (found["seq"], found["token"], found["query_len"]) == (9, 0, 1)
+    assert found["rows_worth"] == 1.0
+    assert found["newest"] == [929, 29, 1]
+    assert found["max_abs_error"] > found["largest_possible"]
+    assert len(found["sentences"]) > 2
+    assert decoded(capsys, monkeypatch, TEXT, "--test-id", SEED_ID) == found
+    assert any("±0.001" in sentence for sentence in found["sentences"])
 
 
 @pytest.mark.parametrize(
@@ -49,17 +59,15 @@ def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
 )
 def test_the_greatest_of_a_list_of_mismatches_counts(capsys, monkeypatch, mismatches):
     text = f"Mismatched elements: 2 / 384\nMax absolute difference: 9.5\n{mismatches}"
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
     sizes = ["--num-heads", "2", "--head-size", "32", "--query-lens", "5,1", "--ctx-lens", "40,33"]
-    found = document(capsys, ["decode-error", *sizes], 0)
+    found = decoded(capsys, monkeypatch, text, *sizes)
     place = (found["row"], found["head"], found["element"], found["max_abs_error"])
     assert place == (5, 1, 7, 0.5)
 
 
 def test_an_assertion_of_numpy_without_an_index(capsys, monkeypatch):
     text = "Not equal to tolerance rtol=0.001, atol=0\nMismatched elements: 2 / 384 (0.521%)"
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    facts = document(capsys, ["decode-error"], 0)["sentences"]
+    facts = decoded(capsys, monkeypatch, text)["sentences"]
     assert "2 of 384 elements differ; the text has no index" in facts
 
 
@@ -81,25 +89,24 @@ def test_a_text_that_does_not_fit_is_refused(capsys, monkeypatch, text):
 
 
 @pytest.mark.parametrize(
-    ("op", "query_lens", "kernel"),
+    ("op", "kernel"),
     [
-        ("unified_attention", "1,5", "unified_attention"),
-        ("context_attention_fwd", "1,5", "context_attention_fwd"),
-        ("chunked_prefill_paged_decode", "1,5", "paged_attention_rocm"),
+        ("unified_attention", "unified_attention"),
+        ("context_attention_fwd", "context_attention_fwd"),
+        ("chunked_prefill_paged_decode", "paged_attention_rocm"),
     ],
 )
-def test_the_kernel_is_one_that_runs(capsys, monkeypatch, op, query_lens, kernel):
+def test_the_kernel_is_one_that_runs(capsys, monkeypatch, op, kernel):
     total = 6 * 8 * 128
     text = (
         f"Mismatched elements: 8 / {total} (0.0%)\n"
         "Greatest absolute difference: 0.5 at index (0, 0, 0) (up to 0.0001 allowed)"
     )
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    flags = ["--op", op, "--num-heads", "8", "--query-lens", query_lens, "--ctx-lens", "33,12"]
-    decoded = document(capsys, ["decode-error", *flags], 0)
-    assert decoded["kernel"] == kernel
+    flags = ["--op", op, "--num-heads", "8", "--query-lens", "1,5", "--ctx-lens", "33,12"]
+    found = decoded(capsys, monkeypatch, text, *flags)
+    assert found["kernel"] == kernel
     if op == "unified_attention":
-        assert decoded["newest"] == [33, 1, 1]
+        assert found["newest"] == [33, 1, 1]
 
 
 def test_the_test_id_is_read_from_the_text(capsys, monkeypatch):
@@ -111,44 +118,16 @@ def test_the_test_id_is_read_from_the_text(capsys, monkeypatch):
     text = (
         f"{TEXT}\nFAILED tests/kernels/attention/test_prefix_prefill.py::{test_id} - AssertionError"
     )
-    kernels = []
-    for flags in ([], ["--test-id", test_id], ["--test-id", SEED_ID]):
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        kernels.append(document(capsys, ["decode-error", *flags], 0)["kernel"])
-    assert kernels == [
-        "kernel_paged_attention_2d",
-        "kernel_paged_attention_2d",
-        "paged_attention_rocm",
-    ]
-
-
-def test_the_assumption_about_the_values_is_stated(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
-    sentences = document(capsys, ["decode-error"], 0)["sentences"]
-    assert any("±0.001" in sentence for sentence in sentences)
-
-
-def test_an_empty_test_id_is_refused(capsys):
-    assert error_line(capsys, ["run", "--test-id", ""]).startswith("attnlab: test_id must")
+    by_id, other = "kernel_paged_attention_2d", "paged_attention_rocm"
+    for words, kernel in (("", by_id), (test_id, by_id), (SEED_ID, other)):
+        flags = ["--test-id", words] if words else []
+        assert decoded(capsys, monkeypatch, text, *flags)["kernel"] == kernel
 
 
 def test_a_bare_index(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("(5336, 0, 0)"))
-    decoded = document(capsys, ["decode-error", "--test-id", SEED_ID], 0)
-    assert (decoded["seq"], decoded["token"], decoded["mismatched"]) == (9, 0, None)
-    monkeypatch.setattr("sys.stdin", io.StringIO("(5336, 0, 0)"))
-    assert "sequence 9" in printed(capsys, ["decode-error", "--test-id", SEED_ID], 0)
-
-
-def decoded(capsys, monkeypatch, text, *flags):
-    """Return the document of a text; the printed text must have its sentences."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    found = document(capsys, ["decode-error", *flags], 0)
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    shown = printed(capsys, ["decode-error", *flags], 0)
-    assert found["sentences"]
-    assert all(" ".join(sentence.split()) in shown for sentence in found["sentences"])
-    return found
+    found = decoded(capsys, monkeypatch, "(5336, 0, 0)", "--test-id", SEED_ID)
+    assert (found["seq"], found["token"], found["mismatched"]) == (9, 0, None)
+    assert any("sequence 9" in sentence for sentence in found["sentences"])
 
 
 def test_a_count_of_another_size_names_the_flags(capsys, monkeypatch):

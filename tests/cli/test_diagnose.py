@@ -1,7 +1,5 @@
 """attnlab diagnose: of a Case, an output file and a saved call."""
 
-import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from helpers import faulty_attention
 from helpers.cases import hostile
 from helpers.commands import FAILING, SMALL, document, error_line, printed
+from helpers.sources import needs_triton
 from safetensors.torch import save_file
 
 import attnlab
@@ -38,10 +37,6 @@ def test_the_failing_stage_is_explained(capsys):
     assert left
     assert all(candidate["name"] in text for candidate in left)
     assert not all(candidate["name"] in text for candidate in found["candidates"])
-
-
-def test_a_sound_run_has_nothing_wrong(capsys):
-    assert document(capsys, ["diagnose", *SMALL], 0)["status"] == "nothing wrong"
 
 
 def test_a_rejected_call_has_the_kernels_text_and_the_violation(capsys):
@@ -84,11 +79,6 @@ def test_an_output_of_another_shape_is_refused(capsys, tmp_path):
 # The command ``attnlab demo``: its kernel is right, and the fault that it plants is found.
 
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="interprets the kernel with Triton"
-)
-
-
 def test_the_fault_is_one_expression_of_one_line(tmp_path: Path) -> None:
     file, line = demo.plant(tmp_path)
     right, wrong = (path.read_text().splitlines() for path in (demo.KERNEL, file))
@@ -112,8 +102,7 @@ def test_the_kernel_is_right_and_the_planted_one_is_not(tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.slow
 def test_the_demo_finds_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--out", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = document(capsys, ["demo", "--out", str(tmp_path)], 0)
     assert found["found"]
     assert f"line {found['line']}" in (tmp_path / "page.html").read_text()
 
@@ -122,17 +111,9 @@ def test_the_demo_finds_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 FLAGS = (
-    *(
-        "--op",
-        "context_attention_fwd",
-        "--num-heads",
-        "2",
-        "--head-size",
-        "32",
-        "--block-size",
-        "16",
-    ),
-    *("--query-lens", "3,9", "--ctx-lens", "40,67", "--distribution", "normal"),
+    *("--op", "context_attention_fwd", "--num-heads", "2", "--head-size", "32"),
+    *("--block-size", "16", "--distribution", "normal"),
+    *("--query-lens", "3,9", "--ctx-lens", "40,67"),
 )
 FIELDS = {
     **{"op": "context_attention_fwd", "num_heads": 2, "head_size": 32, "block_size": 16},
@@ -142,10 +123,8 @@ HALVED = f"{faulty_attention.__file__}:halved"
 
 
 def test_exit_code_and_document(capsys):
-    assert main(["xray", *FLAGS, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["status"] == "right"
-    assert main(["xray", *FLAGS, "--kernel", HALVED, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["status"] == "described"
+    assert document(capsys, ["xray", *FLAGS], 0)["status"] == "right"
+    assert document(capsys, ["xray", *FLAGS, "--kernel", HALVED], 1)["status"] == "described"
 
 
 def test_a_saved_call_is_measured_with_a_kernel_only(tmp_path, capsys):
@@ -153,14 +132,10 @@ def test_a_saved_call_is_measured_with_a_kernel_only(tmp_path, capsys):
     call = Lab().call(Case(**FIELDS))
     file = tmp_path / "call.safetensors"
     call.save(file)
-    assert main(["xray", "--call", str(file)]) == 2
-    captured = capsys.readouterr()
-    assert "backend must be given to X-ray a saved call" in captured.err
-    assert captured.out == ""
-    assert main(["xray", "--call", str(file), "--kernel", HALVED, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["status"] == "described"
-    assert main(["xray", "--call", str(file), "--source", "/no/such"]) == 2
-    assert "/no/such" in capsys.readouterr().err
+    words = ["xray", "--call", str(file)]
+    assert "backend must be given to X-ray a saved call" in error_line(capsys, words)
+    assert document(capsys, [*words, "--kernel", HALVED], 1)["status"] == "described"
+    assert "/no/such" in error_line(capsys, [*words, "--source", "/no/such"])
 
 
 def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):
@@ -171,22 +146,3 @@ def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):
     assert "prefers-color-scheme: dark" in text
     assert "multiplied by a further 1/2" in text
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--kernel", HALVED, "--backend", "model"], "kernel and backend must not"),
-        (["--limit-s", "0"], "limit-s must be positive"),
-        (["--call", "nowhere"], "nowhere"),
-        (["--html", "/nowhere/x.html"], "html must be in an existing folder"),
-        (["--op", "reshape_and_cache_flash"], "op must be an attention op"),
-        (["--num-blocks", "20000", "--num-heads", "64"], "rows × heads × slots must be"),
-    ],
-)
-def test_bad_input(argv, words, capsys):
-    flags = [] if "--op" in argv else FLAGS
-    assert main(["xray", *flags, *argv]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.strip().splitlines()) == 1

@@ -31,8 +31,7 @@ def launch(tmp_path: Path) -> str:
 def test_json_and_exit_codes(launch: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["horizon", KERNELS, "--kernel", "row_product", "--launch", launch, "--json"]
     assert main([*command, "--batched-tokens", str(WRONG_AT)]) == 1
-    found = json.loads(capsys.readouterr().out)
-    (row,) = found["reached"]
+    (row,) = json.loads(capsys.readouterr().out)["reached"]
     assert (row["size"], row["wrong_at"], row["margin"]) == ("tokens", WRONG_AT, 1.0)
     assert row["expression"] == "row * stride"
     assert main([*command, "--batched-tokens", str(WRONG_AT - 1)]) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from helpers.commands import document
 
 import attnlab
 from attnlab.case.case import Case
@@ -21,6 +22,7 @@ SMALL = [
     *("--draw-max-query-len", "8", "--draw-max-ctx-len", "8", "--num-seqs", "2"),
     *("--num-blocks", "16", "--max-blocks-per-seq", "4", "--num-heads", "8"),
 ]
+ON = ("--platform", "gfx942", "--engine", "local:1")
 FP8_DECODE = (
     "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-fp8_e5m2-dtype0-128-1-8]"
 )
@@ -55,8 +57,7 @@ def test_the_ids_of_a_test_file_are_collected(tmp_path):
 def test_cases_that_share_a_batch_are_neighbours():
     ordered = in_order([Case.from_test_id(one, platform="gfx942") for one in vllm_test_ids()])
     keys = [batch_key(case) for case in ordered]
-    changes = sum(one != following for one, following in pairwise(keys))
-    assert changes == len(set(keys)) - 1
+    assert sum(one != following for one, following in pairwise(keys)) == len(set(keys)) - 1
     tasks = matrix_tasks(vllm_test_ids(), {"platform": "gfx942"})
     assert sorted(one for task in tasks for one in task.payload["ids"]) == sorted(vllm_test_ids())
 
@@ -74,12 +75,11 @@ def test_a_table_names_what_does_not_match(tmp_path, capsys):
     """gfx942 reads an int64 query_start_loc, rejects E5M2, and an unknown test does not run."""
     unknown = "test_nothing[1-2]"
     page, junit = tmp_path / "page.html", tmp_path / "junit.xml"
-    argv = ["matrix", PREFILL, DECODES, FP8_DECODE, unknown, *SMALL, "--engine", "local:1"]
-    argv += ["--platform", "gfx942", "--stage", "int32_before_cumsum"]
-    assert main([*argv, "--json", "--html", str(page), "--junit", str(junit)]) == 1
-    document = json.loads(capsys.readouterr().out)
-    found = {row["id"]: row for row in document["ids"]}
-    assert [row["status"] for row in document["ids"]] == ["match", "mismatch", "rejected", NOT_RUN]
+    argv = ["matrix", PREFILL, DECODES, FP8_DECODE, unknown, *SMALL, *ON]
+    argv += ["--stage", "int32_before_cumsum", "--html", str(page), "--junit", str(junit)]
+    rows = document(capsys, argv, 1)["ids"]
+    found = {row["id"]: row for row in rows}
+    assert [row["status"] for row in rows] == ["match", "mismatch", "rejected", NOT_RUN]
     assert found[DECODES]["mismatched"] == 8 * 128
     assert "Unsupported KV cache dtype: fp8_e5m2" in found[FP8_DECODE]["error"]
     assert "test_nothing" in found[unknown]["error"]
@@ -92,27 +92,13 @@ def test_a_table_names_what_does_not_match(tmp_path, capsys):
 
 
 def test_shards_are_merged_and_a_stopped_run_continues(tmp_path, capsys):
-    ids = [PREFILL, DECODES]
-    argv = [
-        "matrix",
-        *ids,
-        *SMALL,
-        "--stage",
-        "sound",
-        "--platform",
-        "gfx942",
-        "--engine",
-        "local:1",
-        "--json",
-    ]
-    assert main(argv) == 0
-    whole = json.loads(capsys.readouterr().out)
+    argv = ["matrix", PREFILL, DECODES, *SMALL, *ON, "--stage", "sound"]
+    whole = document(capsys, argv, 0)
     folders = [tmp_path / "1", tmp_path / "2"]
     for at, folder in enumerate(folders, 1):
         assert main([*argv, "--shard", f"{at}/2", "--out", str(folder)]) == 0
     capsys.readouterr()
-    assert main(["merge", *map(str, folders), "--json"]) == 0
-    merged = json.loads(capsys.readouterr().out)
+    merged = document(capsys, ["merge", *map(str, folders)], 0)
     assert [{**row, "seconds": 0} for row in merged["ids"]] == [
         {**row, "seconds": 0} for row in whole["ids"]
     ]
@@ -120,15 +106,5 @@ def test_shards_are_merged_and_a_stopped_run_continues(tmp_path, capsys):
 
 
 def test_ids_that_did_not_run_are_no_match(capsys):
-    argv = [
-        "matrix",
-        PREFILL,
-        "test_nothing[1]",
-        *SMALL,
-        "--platform",
-        "gfx942",
-        "--engine",
-        "local:1",
-    ]
-    assert main(argv) == 3
+    assert main(["matrix", PREFILL, "test_nothing[1]", *SMALL, *ON]) == 3
     assert "1 match, 1 not run, of 2 ids" in capsys.readouterr().out

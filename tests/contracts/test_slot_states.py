@@ -79,8 +79,7 @@ def test_a_window_that_is_ignored_would_show():
     """The check above can fail: without the window, freed slots are read and listed."""
     case = hostile(**WINDOWED, freed="empty")
     call, _ = call_of(case)
-    everything = dataclasses.replace(call, sliding_window=0)
-    counts = totals(reads_of(case, everything))
+    counts = totals(reads_of(case, dataclasses.replace(call, sliding_window=0)))
     assert counts[SlotState.UNWRITTEN] > 100
 
 
@@ -115,14 +114,12 @@ def test_each_entry_has_its_position_block_and_slot():
 def test_without_provenance_every_state_is_unknown():
     case = hostile()
     call, _ = call_of(case)
-    contracts = decide(case).contracts(Target.of(case), case.op)
-    reads = contract_reads(contracts, call, None)
+    reads = contract_reads(decide(case).contracts(Target.of(case), case.op), call, None)
     assert set(totals(reads)) == {SlotState.UNKNOWN}
 
 
 def test_a_cache_write_reads_no_slot():
-    case = hostile(op="reshape_and_cache_flash", fill="context_only")
-    assert reads_of(case) == []
+    assert reads_of(hostile(op="reshape_and_cache_flash", fill="context_only")) == []
 
 
 # Two sequences of 6 and 4 tokens in blocks of 4, the first with a window; block 5 is in no row.

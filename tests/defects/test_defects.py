@@ -176,16 +176,12 @@ def may_touch(problem: Problem, defect: Defect, row_slice: RowSlice) -> bool:
     return True
 
 
-def test_check_effect_fails_for_wrong_touches(small_problems):
-    wrong = dataclasses.replace(DEFECTS["scale_doubled"], touches="cached")
+@pytest.mark.parametrize(
+    "change", [{"touches": "cached"}, {"compute": Problem.correct}], ids=["touches", "no effect"]
+)
+def test_check_effect_fails_for_a_wrong_defect(small_problems, change):
     with pytest.raises(AssertionError):
-        check_effect(small_problems, wrong)
-
-
-def test_check_effect_fails_for_a_defect_without_effect(small_problems):
-    wrong = dataclasses.replace(DEFECTS["scale_doubled"], compute=Problem.correct)
-    with pytest.raises(AssertionError):
-        check_effect(small_problems, wrong)
+        check_effect(small_problems, dataclasses.replace(DEFECTS["scale_doubled"], **change))
 
 
 def test_block_16_bit_reads_block_65537_as_block_1():
@@ -325,8 +321,7 @@ def test_newest_token_dropped_in_the_decode_kernel():
 
 
 def test_the_catalogue_applies_to_a_plain_case():
-    case = Case(num_heads=4, query_lens=(3, 1), ctx_lens=(4, 6))
-    problem = make_problem(case)
+    problem = make_problem(Case(num_heads=4, query_lens=(3, 1), ctx_lens=(4, 6)))
     assert sum(defect.applies(problem) for defect in DEFECTS.values()) > 20
 
 
@@ -400,8 +395,7 @@ def test_the_diagnosis_names_the_defect(name):
 
 @pytest.mark.parametrize("mask", sorted({mask for mask, _ in CASES.values()}))
 def test_a_right_output_has_no_finding(mask):
-    case = case_of(mask, 9)
-    assert diagnose(case, lab=LAB, propose=False).status == "nothing wrong"
+    assert diagnose(case_of(mask, 9), lab=LAB, propose=False).status == "nothing wrong"
 
 
 def test_no_defect_of_a_mask_applies_to_causal_attention():
@@ -469,7 +463,6 @@ def test_every_variant_of_a_tile_is_named():
     for variant in DEFECTS["accumulator_not_rescaled"].expand()[:3]:
         wrong = plant(problem, output, variant, "all")
         cause = diagnose(PLAIN, wrong, lab=LAB, propose=False).cause
-        assert cause is not None
         assert cause.text == variant.text
 
 
@@ -537,8 +530,7 @@ def test_the_merge_in_base_2_weighs_by_misread_logarithms():
         ("merge_weights_exchanged", logs.softmax(0).flip(0)),
     ):
         merged = (weights[..., None] * outputs).sum(0).transpose(0, 1)
-        predicted = DEFECTS[name].compute(problem, row_slice).output
-        assert (merged - predicted).abs().max() < 1e-9
+        assert (merged - DEFECTS[name].compute(problem, row_slice).output).abs().max() < 1e-9
 
 
 def test_a_cap_over_the_mask_leaves_weight_on_later_keys():

@@ -122,8 +122,7 @@ def test_the_case_of_a_call_has_its_arguments(changes):
     for call in (ran.recorded_call, presented(ran.recorded_call)):
         own = call_lab(call, case, find_backend("model"))
         assert torch.equal(own.output(own.case).nan_to_num(), ran.output.nan_to_num())
-        again = own.cache(own.case.replace(empty_slots="garbage"))
-        held = again.provenance.seq >= 0
+        held = own.cache(own.case.replace(empty_slots="garbage")).provenance.seq >= 0
         assert torch.equal(held, ran.cache.provenance.seq >= 0)
         kept = {name: getattr(own.case, name) for name in ("mask", "freed", "fill", "distribution")}
         fill = case.staging.fill
@@ -252,8 +251,7 @@ def test_a_function_that_takes_tensors_is_a_runner(tmp_path, monkeypatch):
     (tmp_path / "demanding.py").write_text(text.replace("=EXTRA", ""))
     monkeypatch.syspath_prepend(tmp_path)
     spec = "taking_tensors:attention"
-    case = CASE.replace(op="unified_attention", backend=spec)
-    call = saved(case, Lab(), tmp_path)
+    call = saved(CASE.replace(op="unified_attention", backend=spec), Lab(), tmp_path)
     named = dataclasses.replace(call, origin=Origin(op="taking_tensors.attention"))
     file = f"{tmp_path / 'taking_tensors.py'}:attention"
     for given, runner in ((call, find_backend(spec)), (call, find_backend(file)), (named, None)):

@@ -167,7 +167,6 @@ def test_rounded_weights_are_stated_if_further_cases_confirm_it(monkeypatch):
     )
     first = diagnose(case, limit=None)
     assert first.status == "described"
-    assert first.precision is not None
     assert first.precision.cases > 2
     assert first.sentences()[0] == first.precision.text
     assert sum("every key has about its weight" in one for one in first.sentences()) == 1
@@ -222,23 +221,23 @@ def accesses(slots: Callable[[Case], tuple[SlotsRead, ...]], spoil: Spoil) -> tu
     return () if found.accesses is None else found.accesses.facts
 
 
-def test_a_read_of_another_sequence_describes_a_fault_if_it_recurs():
-    facts = accesses(lambda case: (read(0, SlotState.OTHER_SEQUENCE),), always_nan)
-    assert any("do not belong to the sequence" in fact for fact in facts)
+def never_read(kind: str) -> str:
+    return f"cached {kind} that a sequence must read are never read"
 
 
-def test_values_that_are_never_read_describe_a_fault():
-    """Only keys are read, as if the addresses of all values were those of another tensor."""
-    facts = accesses(lambda case: (read(0, SlotState.OWN),), always_nan)
-    assert "cached values that a sequence must read are never read" in facts
-
-
-def test_a_cache_that_is_never_read_describes_a_fault():
-    """No slot is read for any sequence, as if the loop over the context had no turn."""
-    facts = accesses(lambda case: (), always_nan)
-    assert {
-        f"cached {kind} that a sequence must read are never read" for kind in ("keys", "values")
-    } <= {*facts}
+@pytest.mark.parametrize(
+    ("slots", "facts"),
+    [
+        ((read(0, SlotState.OTHER_SEQUENCE),), {"do not belong to the sequence"}),
+        ((read(0, SlotState.OWN),), {never_read("values")}),
+        ((), {never_read("keys"), never_read("values")}),
+    ],
+    ids=["another sequence", "no value", "no slot"],
+)
+def test_wrong_reads_describe_a_fault_if_they_recur(slots, facts):
+    """Without a value, its addresses seem those of another tensor; without a slot, the loop has no turn."""
+    found = accesses(lambda case: slots, always_nan)
+    assert all(any(fact in one for one in found) for fact in facts)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +316,7 @@ def test_a_rule_of_decodes_may_fail_for_other_batches():
         else:
             output += 1.0
 
-    found = find_rule(Lab(), DECODES, spoiled(spoil).output)
-    assert found is not None
-    assert found.only_decodes
+    assert find_rule(Lab(), DECODES, spoiled(spoil).output).only_decodes
 
 
 def test_right_batches_of_decodes_alone_do_not_refute_a_name():

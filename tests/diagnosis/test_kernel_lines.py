@@ -147,8 +147,7 @@ def test_edits_that_take_long_do_not_stop_those_that_run_with_them(tmp_path, mon
     with probing(Probe(records=True)) as probe:
         output = Lab(device="cpu").output(case)
     replay = Replay(probe.launches, output.shape)
-    function = probe.launches[0].function
-    kernel = kernel_text(function, (), ())
+    kernel = kernel_text(probe.launches[0].function, (), ())
     slow = "(scores + sum(tl.sum(scores, 0) for _ in range(1 << 30)))"
     changes = {"end + 1": ["(1 << 40)", "(1 << 30)", "end"], "scores - new": [slow, "scores"]}
     found = [(kernel, kernel.text, edit_at(kernel.text, a, b)) for a in changes for b in changes[a]]

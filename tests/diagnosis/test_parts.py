@@ -64,8 +64,7 @@ def two_parts(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     for part, logarithm in enumerate((1.0, -3.0)):
         parts[:, :, part, :-1] = right * weights / (2 * math.exp(logarithm))
         parts[:, :, part, -1] = logarithm
-    is_stored = torch.tensor([True, True, False])[:, None]
-    return parts, is_stored
+    return parts, torch.tensor([True, True, False])[:, None]
 
 
 def said(problem: Problem, output: torch.Tensor, given: list[LaunchLog], parts=PARTS) -> set[str]:
@@ -139,8 +138,7 @@ def test_both_kernels_are_not_blamed_in_different_places(second):
     (first,) = MERGES_WRONG
     wrong = torch.ones(2, 2, dtype=torch.bool)
     found = [CaseFacts(places={fact: wrong}, is_wrong=wrong) for fact in (first, second)]
-    claim = claim_of_facts(found, AccessClaim)
-    assert (claim is None) == (second != first)
+    assert (claim_of_facts(found, AccessClaim) is None) == (second != first)
 
 
 @needs_triton

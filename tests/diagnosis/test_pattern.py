@@ -45,25 +45,79 @@ def test_a_correct_output_has_no_pattern(sound):
     assert pattern_of(sound, lambda output: output).facts == ()
 
 
-def test_a_row_of_zeros(sound):
-    pattern = pattern_of(sound, lambda output: with_values(output, 20, 0))
-    (zeros,) = pattern.of("zeros")
-    assert zeros.values["rows"] == [20]
-    assert pattern.of("sequences")[0].values["sequences"] == [2]
-    assert pattern.of("heads")[0].values["heads"] == list(range(6))
-    assert pattern.is_complete
+ALL_ROWS = slice(None)
 
 
-def test_a_halved_head(sound):
-    pattern = pattern_of(
-        sound, lambda output: with_values(output, (slice(None), 3), output[:, 3] / 2)
-    )
-    (factor,) = pattern.of("factor")
-    assert factor.values["heads"] == [3]
-    assert factor.values["value"] == pytest.approx(0.5, rel=1e-3)
-    assert len(factor.values["rows"]) == len(sound[1])
-    assert pattern.of("heads")[0].values["heads"] == [3]
-    assert pattern.is_complete
+def with_a_halved_head(output: torch.Tensor) -> torch.Tensor:
+    return with_values(output, (ALL_ROWS, 3), output[:, 3] / 2)
+
+
+def in_another_layout(output: torch.Tensor) -> torch.Tensor:
+    """[num_kv_heads, num_queries_per_kv] written as [num_queries_per_kv, num_kv_heads]."""
+    return output.view(-1, 3, 2, 64).transpose(1, 2).reshape(output.shape)
+
+
+def with_other_elements(output: torch.Tensor) -> torch.Tensor:
+    return with_values(output, (..., slice(32, 48)), output[..., 32:48] + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        (
+            lambda output: with_values(output, 20, 0),
+            {
+                "zeros": {"rows": [20]},
+                "sequences": {"sequences": [2]},
+                "heads": {"heads": list(range(6))},
+            },
+        ),
+        (
+            with_a_halved_head,
+            {
+                "factor": {
+                    "heads": [3],
+                    "value": pytest.approx(0.5, rel=1e-3),
+                    "rows": list(range(98)),
+                },
+                "heads": {"heads": [3]},
+            },
+        ),
+        (lambda output: output[:, [0, 4, 2, 3, 1, 5]], {"heads_moved": {"from": {"1": 4, "4": 1}}}),
+        (in_another_layout, {"heads_moved": {"from": {"1": 2, "2": 4, "3": 1, "4": 3}}}),
+        (
+            lambda output: with_values(output, 20, output[19].clone()),
+            {"rows_moved": {"from": {"20": 19}}},
+        ),
+        (lambda output: output.transpose(1, 2).reshape(output.shape), {"transposed": {}}),
+        (lambda output: output.roll(32, -1), {"reordered": {}}),
+        (lambda output: output + 0.01, {"added": {"value": pytest.approx(0.01, rel=0.01)}}),
+        (
+            lambda output: with_values(output, (ALL_ROWS, 2), torch.nan),
+            {"nonfinite": {"heads": [2]}},
+        ),
+        (with_other_elements, {"elements": {"elements": list(range(32, 48))}}),
+    ],
+    ids=[
+        "zeros",
+        "half",
+        "heads exchanged",
+        "another layout",
+        "the row before",
+        "heads and elements",
+        "halves of heads",
+        "constant",
+        "nan",
+        "elements",
+    ],
+)
+def test_a_change_of_the_output_is_described(sound, change, facts):
+    pattern = pattern_of(sound, change)
+    for kind, values in facts.items():
+        (fact,) = pattern.of(kind)
+        assert {name: fact.values[name] for name in values} == values
+    assert pattern.is_complete == ("elements" not in facts)  # which are a place, no rule
+    assert json.dumps(pattern.to_dict(), allow_nan=False)
 
 
 def test_noise_in_one_sequence_has_a_place_and_no_rule(sound):
@@ -75,21 +129,6 @@ def test_noise_in_one_sequence_has_a_place_and_no_rule(sound):
     assert pattern.of("precision") == []
 
 
-def test_exchanged_heads(sound):
-    pattern = pattern_of(sound, lambda output: output[:, [0, 4, 2, 3, 1, 5]])
-    (moved,) = pattern.of("heads_moved")
-    assert moved.values["from"] == {"1": 4, "4": 1}
-    assert pattern.is_complete
-
-
-def test_heads_in_the_order_of_another_layout(sound):
-    """[num_kv_heads, num_queries_per_kv] written as [num_queries_per_kv, num_kv_heads]."""
-    pattern = pattern_of(
-        sound, lambda output: output.view(-1, 3, 2, 64).transpose(1, 2).reshape(output.shape)
-    )
-    assert pattern.of("heads_moved")[0].values["from"] == {"1": 2, "2": 4, "3": 1, "4": 3}
-
-
 def test_rows_shifted_by_one(sound):
     pattern = pattern_of(sound, lambda output: output.roll(1, 0))
     (moved,) = pattern.of("rows_moved")
@@ -98,36 +137,12 @@ def test_rows_shifted_by_one(sound):
     assert pattern.is_complete
 
 
-def test_one_row_with_the_result_of_the_row_before(sound):
-    pattern = pattern_of(sound, lambda output: with_values(output, 20, output[19].clone()))
-    assert pattern.of("rows_moved")[0].values["from"] == {"20": 19}
-    assert pattern.is_complete
-
-
-def test_heads_and_elements_exchanged(sound):
-    pattern = pattern_of(sound, lambda output: output.transpose(1, 2).reshape(output.shape))
-    assert len(pattern.of("transposed")) == 1
-    assert pattern.is_complete
-
-
-def test_halves_of_the_heads_exchanged(sound):
-    pattern = pattern_of(sound, lambda output: output.roll(32, -1))
-    assert pattern.of("reordered")[0].accounts_for == pattern.wrong_cells
-
-
 def test_numbers_rounded_to_bfloat16(sound):
     pattern = pattern_of(sound, lambda output: output.bfloat16().half())
     assert pattern.of("format")[0].values["format"] == "bfloat16"
     (size,) = pattern.of("precision")
     assert size.what.endswith("they are small, in 6 of 12 sequences")
     assert not pattern.is_complete
-
-
-def test_a_constant_added(sound):
-    pattern = pattern_of(sound, lambda output: output + 0.01)
-    (added,) = pattern.of("added")
-    assert added.values["value"] == pytest.approx(0.01, rel=0.01)
-    assert pattern.is_complete
 
 
 def test_a_head_of_nearly_equal_elements_contradicts_no_added_number(sound):
@@ -144,22 +159,6 @@ def test_a_head_of_nearly_equal_elements_contradicts_no_added_number(sound):
     ((fact, mask),) = _added(cells, torch.ones(len(correct), dtype=torch.bool))
     assert "one number is added to all elements" in fact.what
     assert bool(mask.all())
-
-
-def test_nan_in_one_head(sound):
-    pattern = pattern_of(sound, lambda output: with_values(output, (slice(None), 2), torch.nan))
-    (nan,) = pattern.of("nonfinite")
-    assert nan.values["heads"] == [2]
-    assert pattern.is_complete
-    assert json.dumps(pattern.to_dict(), allow_nan=False)
-
-
-def test_some_elements_of_each_head(sound):
-    pattern = pattern_of(
-        sound,
-        lambda output: with_values(output, (..., slice(32, 48)), output[..., 32:48] + 0.1),
-    )
-    assert pattern.of("elements")[0].values["elements"] == list(range(32, 48))
 
 
 def test_wrong_rows_are_listed_without_a_rule(sound):
@@ -235,8 +234,7 @@ def test_keys_of_another_head_have_no_rule(sound):
 def test_a_large_output_is_sampled():
     """More elements than are examined; the rule is still found."""
     case = hostile(query_lens=(300, 300, 1), ctx_lens=(40, 3, 300), num_heads=12)
-    lab = Lab()
-    problem, output = correct_run(lab, case)
+    problem, output = correct_run(Lab(), case)
     output[:, 5] /= 2
     pattern = describe(problem, output, locate(problem, output))
     assert pattern.of("factor")[0].values["heads"] == [5]

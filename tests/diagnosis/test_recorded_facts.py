@@ -117,8 +117,7 @@ BOTH, NONE = ROW_0 | ROW_1, cells()
 
 def test_a_right_output_refutes_only_facts_that_are_no_faults_there():
     conflict = "kernel.py:1 stores other numbers to elements of out that …"
-    right = of_case(NONE, other=ROW_0, **{conflict: ROW_0})
-    assert right.refuted == {"other"}
+    assert of_case(NONE, other=ROW_0, **{conflict: ROW_0}).refuted == {"other"}
     assert of_case(ROW_0, other=ROW_0).refuted == frozenset()
 
 

@@ -29,7 +29,7 @@ from attnlab.diagnosis.repair_check import (
     with_repair,
 )
 from attnlab.diagnosis.reruns import further_cases
-from attnlab.diagnosis.trials import Limit, Repair, kernel_text
+from attnlab.diagnosis.trials import KernelText, Limit, Repair, kernel_text
 from attnlab.kernels.triton.kernel_text import place_of, text_of
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.source_edits import Edit
@@ -88,6 +88,16 @@ def confirm_in(monkeypatch, further, *, varied=(), similar=None) -> None:
     for name, given in cases.items():
         if given is not None:
             monkeypatch.setattr(repair_check, name, lambda _, given=given: given)
+
+
+def decode(case: Case, **changes: object) -> Case:
+    """Return the case with one decode of other numbers."""
+    return case.replace(query_lens=(1,), ctx_lens=(30,), seed=3, **changes)
+
+
+def seeded(case: Case) -> list[Case]:
+    """Return cases that differ from this one in their numbers alone."""
+    return [case.replace(seed=seed) for seed in range(20, 40)]
 
 
 def test_a_fault_of_one_expression_is_described_by_its_repair(lab, case):
@@ -265,10 +275,9 @@ def test_an_edit_needs_ten_further_cases(monkeypatch, lab, case):
     """Cases like those that show the fault are added until there are ten, or one refutes the edit."""
     monkeypatch.setattr(repair_check, "_FEWEST", 10)
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
-    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
     refuting = case.replace(query_lens=(1,), ctx_lens=(50,), num_blocks=6, seed=4)
-    similar = [case.replace(seed=seed) for seed in range(20, 40)]
-    confirm_in(monkeypatch, [other], similar=similar[:8])
+    similar = seeded(case)
+    confirm_in(monkeypatch, [decode(case)], similar=similar[:8])
     assert find_claim(lab, case, [right]) is None
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
     assert find_claim(lab, case, [right]).cases == 10
@@ -282,8 +291,7 @@ def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(monke
     """The sum is right, and so is its first operand: the cases show the place, not the edit."""
     loose = edit_of(lab, case, "first % BLOCK", "(first // BLOCK + 0 * BLOCK)")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
-    similar = [case.replace(seed=seed) for seed in range(20, 40)]
-    confirm_in(monkeypatch, [case.replace(seed=3)], similar=similar)
+    confirm_in(monkeypatch, [case.replace(seed=3)], similar=seeded(case))
     assert find_claim(lab, case, [right]).is_stated
     assert not find_claim(lab, case, [loose]).is_stated
 
@@ -294,8 +302,7 @@ def test_an_edit_that_reads_outside_of_all_tensors_is_no_claim(tmp_path, monkeyp
     case, _ = planted(tmp_path, mask, "value + at, mask=(DIM > d)[None, :]")
     right = edit_of(lab, case, "(DIM > d)[None, :]", "both")
     outside = edit_of(lab, case, "value + at", "value + tl.where(both, at, 1 << 42)")
-    similar = [case.replace(seed=seed) for seed in range(20, 30)]
-    confirm_in(monkeypatch, [case.replace(seed=3)], similar=similar)
+    confirm_in(monkeypatch, [case.replace(seed=3)], similar=seeded(case))
     assert find_claim(lab, case, [right]).repair is right
     assert find_claim(lab, case, [outside]) is None
 
@@ -315,7 +322,10 @@ def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:
     with probing(Probe(records=True)) as probe:
         assert lab.run(case).status == "mismatch"
     kernel = kernel_text(probe.launches[0].function, (), ())
-    start = kernel.text.index(before)
+    return edit_at(kernel, kernel.text.index(before), before, after)
+
+
+def edit_at(kernel: KernelText, start: int, before: str, after: str) -> Repair:
     row, end = kernel.text[:start].count("\n") + 1, start + len(before)
     edit = Edit(line=row, statement=row, start=start, end=end, before=before, after=after, cost=1)
     return Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
@@ -329,8 +339,7 @@ def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path,
     added = edit_of(lab, case, "head * query_dim", "(head * query_dim * query_head)")
     within = edit_of(lab, case, "query_dim + d", "query_dim * query_head + d")
     replaced = edit_of(lab, case, "head * query_dim", "head * query_head")
-    other = case.replace(query_lens=(1,), ctx_lens=(30,), head_size=32, seed=3)
-    confirm_in(monkeypatch, [other])
+    confirm_in(monkeypatch, [decode(case, head_size=32)])
     for repair in (added, within):
         claim = find_claim(lab, case, [repair])
         assert (claim.is_stated, claim.line) == (False, line)
@@ -367,8 +376,7 @@ def test_an_edit_may_stand_for_an_unused_stride(tmp_path, monkeypatch, is_stated
     others = [case.replace(seed=seed) for seed in (3, 4)]
     if is_stated:
         others.append(case.replace(query_lens=(1,), ctx_lens=(40,), max_blocks_per_seq=3))
-    similar = [case.replace(seed=seed) for seed in range(20, 30)]
-    confirm_in(monkeypatch, others, similar=similar)
+    confirm_in(monkeypatch, others, similar=seeded(case))
     doubled = edit_of(lab, case, "tl.load(seq + row)", "tl.load(seq + row) * 2")
     claim = find_claim(lab, case, [doubled])
     assert (claim.is_stated, claim.line) == (is_stated, line)
@@ -379,8 +387,7 @@ def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, mon
     case, _ = planted(
         tmp_path, "tl.exp(scores - new)", "tl.exp(scores - tl.maximum(tl.max(scores, 0), -1e30))"
     )
-    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
-    confirm_in(monkeypatch, [other])
+    confirm_in(monkeypatch, [decode(case)])
     before = "tl.maximum(largest, tl.max(scores, 0))"
     unwrapped = edit_of(lab, case, before, "tl.max(scores, 0)")
     assert find_claim(lab, case, [unwrapped]) is None
@@ -415,12 +422,11 @@ def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, 
     )
     case, line = planted(tmp_path, load, masked)
     case = case.replace(sliding_window=9)
-    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
     freed = case.replace(query_lens=(1,), ctx_lens=(40,), num_blocks=4, freed="empty")
     before = "(pos > end - WINDOW) & (pos < end)"
     constant = edit_of(lab, case, before, "((pos > end - WINDOW) | (pos < end))")
     right = edit_of(lab, case, before, "(pos > end - WINDOW)")
-    confirm_in(monkeypatch, [other], varied=[freed])
+    confirm_in(monkeypatch, [decode(case)], varied=[freed])
     claim = find_claim(lab, case, [constant])
     if reads_freed:
         assert claim is None
@@ -465,8 +471,7 @@ def test_an_edit_that_makes_a_loop_longer_is_a_claim_about_the_loop(tmp_path, mo
     loop = "    for first in range(0, end + 1, BLOCK):\n"
     short = "    last = end // BLOCK * BLOCK\n" + loop.replace("end + 1", "last")
     case, line = planted(tmp_path, loop, short)
-    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
-    confirm_in(monkeypatch, [other])
+    confirm_in(monkeypatch, [decode(case)])
     at_its_line = edit_of(lab, case, "end // BLOCK * BLOCK", "(end + 1)")
     assert find_claim(lab, case, [at_its_line]).repair is at_its_line
     bounds = edit_of(lab, case, "last, BLOCK", "")
@@ -488,7 +493,7 @@ def test_a_number_from_which_the_end_of_a_loop_is_computed_is_a_claim_about_the_
         + loop.replace("end + 1", "last")
     )
     case, line = planted(tmp_path, loop, short)
-    confirm_in(monkeypatch, [case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)])
+    confirm_in(monkeypatch, [decode(case)])
     number = edit_of(lab, case, "1, 0)\n    last", "2, 0)\n    last")
     fields = {"end": number.edit.start + 1, "before": "1", "after": "(2)"}
     number = number.having(dataclasses.replace(number.edit, **fields))
@@ -514,8 +519,7 @@ def test_an_edit_in_a_branch_that_may_not_run_is_no_claim(
         + loop.replace("range(0", "range(begin")
     )
     case, _ = planted(tmp_path, loop, pruned)
-    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
-    confirm_in(monkeypatch, [other])
+    confirm_in(monkeypatch, [decode(case)])
     none = edit_of(lab, case, "(end - WINDOW + 1) // BLOCK", "0")
     claim = find_claim(lab, case, [none])
     assert (claim is not None) == is_claim
@@ -646,10 +650,7 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     assert first < last
 
     def edited(at: int, after: str) -> Repair:
-        row, before = kernel.text[:at].count("\n") + 1, "first % BLOCK"
-        places = {"line": row, "statement": row, "start": at, "end": at + len(before)}
-        edit = Edit(**places, before=before, after=after, cost=1)
-        return Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+        return edit_at(kernel, at, "first % BLOCK", after)
 
     def claim_of(at: int, after: str) -> RepairClaim:
         return RepairClaim(repair=edited(at, after), source="", cases=1)
@@ -669,8 +670,7 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     assert verdict(claim_of(last, "first * 0"), lines, 1) == "misleading"
 
     right, all_long = edited(last, "first // BLOCK"), long.replace(query_lens=(1,), ctx_lens=(40,))
-    similar = [case.replace(seed=seed) for seed in range(20, 40)]
-    confirm_in(monkeypatch, [case.replace(seed=3), all_long], similar=similar)
+    confirm_in(monkeypatch, [case.replace(seed=3), all_long], similar=seeded(case))
     found = find_claim(lab, case, [right])
     assert (found.cases, found.untouched) == (3, 1)
     assert found.text.endswith(

@@ -122,8 +122,7 @@ def test_a_read_with_other_strides_is_described(op, change, text):
         op=op, platform="sm_90", empty_slots="garbage", kv_layout="fused", num_heads=4,
         query_lens=(1, 1, 1), ctx_lens=(9, 15, 40),
     )  # fmt: skip
-    rule = find_rule(Lab(), case, reads_wrong(change).output)
-    assert text in rule.text
+    assert text in find_rule(Lab(), case, reads_wrong(change).output).text
 
 
 @pytest.mark.parametrize(
@@ -162,8 +161,7 @@ def test_rows_written_with_the_stride_of_another_tensor():
     case = hostile(
         op="merge_attn_states", platform="sm_90", query_lens=(1, 3, 1), ctx_lens=(9, 15, 40)
     )
-    lab = FaultyLab(spoil=writes_heads_at_the_stride_of_rows)
-    diagnosis = diagnose(case, lab=lab)
+    diagnosis = diagnose(case, lab=FaultyLab(spoil=writes_heads_at_the_stride_of_rows))
     assert "with head × prefix_lse stride 0 in place of head × stride 1" in diagnosis.rule.text
 
 
@@ -187,8 +185,7 @@ def test_a_part_with_weight_1_may_be_empty(name):
     """The log-sum-exp of an empty part is -inf; its output is 0."""
     lse = torch.tensor([[0.5, -torch.inf], [1.5, 2.0]])[:, :, None, None]
     found = MERGE_LAWS[name](lse).squeeze()
-    part = 0 if "prefix" in name else 1
-    assert found[part].tolist() == [1.0, 1.0]
+    assert found[0 if "prefix" in name else 1].tolist() == [1.0, 1.0]
     assert found.isfinite().all()
 
 
@@ -303,8 +300,7 @@ def test_a_log_sum_exp_is_stored_with_its_dimensions_exchanged(op):
 
 def test_the_highest_part_of_a_decode_is_that_of_its_splits():
     lens = {"query_lens": (1, 1), "ctx_lens": (9, 40), "num_heads": 4, "sm_scale": 0.5}
-    case = hostile(op="decode_attention_fwd", platform="sm_90", **lens)
-    problem = make_problem(case)
+    problem = make_problem(hostile(op="decode_attention_fwd", platform="sm_90", **lens))
     for row_slice, found in zip(all_rows(problem), highest_of_parts(problem), strict=True):
         scores = scores_of(problem.attention_inputs(row_slice))[:, 0]
         parts = scores.split(-(-scores.shape[1] // 4), 1)  # 4 splits
@@ -400,7 +396,6 @@ def test_a_rule_may_concern_the_rows_of_one_kernel():
         platform="sm_90",
     )
     found = diagnose(case, lab=FaultyLab(spoil=writes_decodes_elsewhere), limit=None, propose=False)
-    assert found.rule is not None
     assert DECODES in found.rule.text
     assert "with row × stride 1 in place of row × stride 0" in found.rule.text
 

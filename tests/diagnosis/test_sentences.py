@@ -104,12 +104,6 @@ def test_what_was_measured_in_this_call_is_the_conclusion_of_an_unexplained_outp
     assert without.sentences()[0] == "unexplained: none of 0 candidates explains the output"
 
 
-def test_a_description_is_the_rule_itself():
-    fact = Fact(kind="factor", where="head 3", what="half of the correct output", accounts_for=4)
-    found = Diagnosis(status="described", pattern=Pattern(facts=(fact,), wrong_cells=4))
-    assert found.sentences()[0] == "head 3: half of the correct output"
-
-
 @pytest.mark.parametrize(
     ("sequences", "values", "text"),
     [

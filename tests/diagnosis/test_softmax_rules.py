@@ -121,7 +121,6 @@ def test_a_fault_of_a_split_is_described(fault, text):
         assert diagnosis.rule is None
         return
     assert diagnosis.status == "described"
-    assert diagnosis.rule is not None
     assert text in diagnosis.rule.text
     assert not diagnosis.rule.only_decodes  # the op computes nothing else
 
@@ -145,12 +144,10 @@ def test_earlier_tiles_are_lost():
     row_slice = next(iter(all_rows(problem)))
     scores, parts = scores_of(problem.attention_inputs(row_slice)), division.parts(problem, 0)
     first = parts[0][-1][0]
-    law = SoftmaxLaw(keep_sum=False, keep_output=False)
-    found = law.weights(scores, parts, "", None)
+    found = SoftmaxLaw(keep_sum=False, keep_output=False).weights(scores, parts, "", None)
     assert (found[..., :first] == 0).all()
     torch.testing.assert_close(found[..., first:], scores[..., first:].softmax(-1))
-    lost = SoftmaxLaw(keep_sum=False).weights(scores, parts, "", None)
-    assert (lost.sum(-1) > 1).all()
+    assert (SoftmaxLaw(keep_sum=False).weights(scores, parts, "", None).sum(-1) > 1).all()
 
 
 def test_maxima_and_sums_of_segments_share_an_address():
@@ -206,8 +203,7 @@ def test_a_constant_in_one_loop_is_its_opposite_in_the_other():
 
 
 def test_with_sinks_the_loops_differ():
-    sinks = {"sinks": True, "query_lens": (1, 40)}
-    problem = make_problem(small("unified_attention", **sinks))
+    problem = make_problem(small("unified_attention", **{"sinks": True, "query_lens": (1, 40)}))
     assert not any(" or in the loop" in one.text for one in loop_defects(problem))
 
 
@@ -252,12 +248,39 @@ def test_a_tile_without_a_visible_key_loses_earlier_tiles_in_rows_that_visit_it(
     assert found[1].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_log_sum_exps_without_their_logarithm_weigh_parts_by_maxima():
-    scores = torch.tensor([[[0.0, 0.0, 1.0]]], dtype=torch.float64)
+def softmax_of(*scores: float) -> torch.Tensor:
+    return torch.tensor(scores).double().softmax(0)
+
+
+FIRST, LAST = softmax_of(1, 0).tolist()
+LOG2_E = 1 / math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("merge", "law", "scores", "weights"),
+    [
+        # the log-sum-exps of both parts are their maxima
+        ("running", {"log_of_sum": 0.0}, (0, 0, 1), (LAST / 2, LAST / 2, FIRST)),
+        # the log-sum-exps, ln 2 and 0, are 1 and 0 to base 2, and are merged with exp
+        (
+            "running",
+            {"merge_new": LOG2_E, "merge_sum": LOG2_E, "merge_output": LOG2_E},
+            (0, 0, 0),
+            (FIRST / 2, FIRST / 2, LAST),
+        ),
+        # maxima 1 and 0 with the scale 0.5 are merged as 2 and 0
+        ("running", {"unscaled": True}, (1, 1, 0), softmax_of(2, 2, 0).tolist()),
+        ("at once", {"unscaled": True}, (1, 1, 0), softmax_of(2, 2, 0).tolist()),
+        # the first part gets the weight 2 × 2 of 5 in place of 2 of 3
+        ("at once", {"max_plus_log": 1.0}, (0, 0, 0), (0.4, 0.4, 0.2)),
+    ],
+)
+def test_a_wrong_merge_weighs_two_parts(merge, law, scores, weights):
+    """The first part has two keys, the second one."""
     parts = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]]
-    found = SoftmaxLaw(log_of_sum=0.0).weights(scores, parts, "running", None)[0, 0]
-    last = torch.tensor([0.0, 1.0]).double().softmax(0)[1]
-    torch.testing.assert_close(found, torch.stack([(1 - last) / 2, (1 - last) / 2, last]))
+    given = torch.tensor([[scores]], dtype=torch.float64)
+    found = SoftmaxLaw(**law).weights(given, parts, merge, None, None, 0.5)[0, 0]
+    torch.testing.assert_close(found, torch.tensor(weights).double())
 
 
 def test_weights_of_a_tile_are_relative_to_its_own_maximum():
@@ -265,27 +288,7 @@ def test_weights_of_a_tile_are_relative_to_its_own_maximum():
     scores = torch.tensor([[[0.0, -1.0, -2.0, -3.0]]], dtype=torch.float64)
     parts = [[(0, 2, 0, 0), (2, 4, 0, 0)]]
     found = SoftmaxLaw(of_tile=True).weights(scores, parts, "", None)[0, 0]
-    torch.testing.assert_close(found, torch.tensor([0.0, -1.0, 0.0, -1.0]).double().softmax(0))
-
-
-def test_parts_in_base_2_are_merged_with_exp():
-    """The log-sum-exps of the parts, ln 2 and 0, are 1 and 0 to base 2."""
-    scores = torch.zeros(1, 1, 3, dtype=torch.float64)
-    parts = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]]
-    factor = 1 / math.log(2)
-    law = SoftmaxLaw(merge_new=factor, merge_sum=factor, merge_output=factor)
-    found = law.weights(scores, parts, "running", None)[0, 0]
-    first, last = torch.tensor([1.0, 0.0]).double().softmax(0)
-    torch.testing.assert_close(found, torch.stack([first / 2, first / 2, last]))
-
-
-@pytest.mark.parametrize("merge", ["running", "at once"])
-def test_maxima_without_the_scale_weigh_parts_by_more(merge):
-    """Maxima 1 and 0 with the scale 0.5 are merged as 2 and 0."""
-    scores = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
-    parts = [[(0, 1, 0, 0)], [(1, 2, 0, 0)]]
-    found = SoftmaxLaw(unscaled=True).weights(scores, parts, merge, None, None, 0.5)[0, 0]
-    torch.testing.assert_close(found, torch.tensor([2.0, 0.0]).double().softmax(0))
+    torch.testing.assert_close(found, softmax_of(0, -1, 0, -1))
 
 
 def test_sinks_of_each_part_count_as_often_as_there_are_parts():
@@ -302,14 +305,6 @@ def test_sinks_of_each_part_count_as_often_as_there_are_parts():
 
 
 SINKS = [small("unified_attention", sinks=is_on) for is_on in (True, False)]
-
-
-def test_parts_that_store_a_log_sum_exp_count_more_keys_more():
-    """Parts of 2 and 1 equal scores: the first gets the weight 2 × 2 of 5 in place of 2 of 3."""
-    scores = torch.zeros(1, 1, 3, dtype=torch.float64)
-    parts = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]]
-    found = SoftmaxLaw(max_plus_log=1.0).weights(scores, parts, "at once", None)[0, 0]
-    torch.testing.assert_close(found, torch.tensor([0.4, 0.4, 0.2]).double())
 
 
 _F, _G = math.exp(-2), math.exp(-1)  # by which the second and the third tile rescale
@@ -350,8 +345,7 @@ def test_rules_have_positive_bounds():
     row_slice = list(all_rows(problem))[-1]
     for rule in softmax_defects(problem):
         if rule.text.startswith("with tiles of 16, "):
-            bound = rule.compute(problem, row_slice).bound.nan_to_num(1.0)
-            assert (bound > 0).all(), rule.text
+            assert (rule.compute(problem, row_slice).bound.nan_to_num(1.0) > 0).all(), rule.text
 
 
 def test_empty_tiles_have_the_size_of_the_last_tile():
@@ -592,7 +586,6 @@ def test_a_sound_kernel_has_no_rule(op, window):
 @pytest.mark.quick("constant", "unified", "window of first", "whole tiles", "late", "shift")
 def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     rule = rule_of(case_of(op, sliding_window=window), **faults)
-    assert rule is not None
     assert all(part in rule.text for part in parts), rule.text
     assert rule.cases > 3
 
@@ -613,7 +606,6 @@ def test_a_window_of_two_tiles_does_not_show_that_earlier_tiles_are_lost():
     lengths = {"query_lens": (1,), "ctx_lens": (16,), "sliding_window": 16}
     case = case_of("lmdeploy_paged_attention", backend="library:lmdeploy", **lengths)
     rule = rule_of(case, hides=without_first_tile, tile=16)
-    assert rule is not None
     assert "keys of the tile in which the window begins do not count" in rule.text
 
 
@@ -650,7 +642,6 @@ def test_the_score_of_hidden_slots_is_that_of_cases_with_normal_values(constant)
     values = {"distribution": "large_scores", "sm_scale": 0.125, "head_size": 32}
     case = case_of("context_attention_fwd", sliding_window=3, **values)
     rule = rule_of(case, loop=None, as_zero=before_window, constant=constant)
-    assert rule is not None
     assert f"count with score {constant:g}: keys before the window" in rule.text
 
 

@@ -14,7 +14,6 @@ from attnlab.case.case import Case
 from attnlab.contracts.contract import Target
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis import refinement
-from attnlab.diagnosis.candidates import fit
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.refinement import with_xray
@@ -169,7 +168,6 @@ def test_a_name_that_does_not_hold_in_a_second_case_is_withdrawn():
 def test_a_second_case_has_other_lengths_and_odd_scales():
     case = hostile(kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25)
     other = second_case(case)
-    assert other is not None
     assert (other.k_scale, other.v_scale) == (0.7, 0.3)
     assert other.sm_scale != case.head_size**-0.5
     assert [q == 1 for q in other.lengths.query_lens] == [q == 1 for q in case.lengths.query_lens]
@@ -245,15 +243,6 @@ def test_a_hypothesis_whose_bound_covers_the_error_explains_nothing():
     assert diagnosis.candidates[0].verdict == "excluded by value"
 
 
-def test_a_bound_of_6e15_does_not_fit_an_output_of_8e8():
-    output = torch.linspace(-8e8, 8e8, 64).view(1, 1, 64)
-    right = Predicted(output=torch.ones(1, 1, 64).double(), bound=torch.full((1, 1, 64), 1e-3))
-    wide = Predicted(output=8 * right.output, bound=torch.full((1, 1, 64), 6e15))
-    found = fit(output, wide, 40, right)
-    assert float(found.ratio) > 1
-    assert found.shown == 0
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_scale_times_0_7_is_not_base_2(dtype, monkeypatch):
     """ln(2) is 0.69: where the scores hardly differ, both are within rounding, but one fits better."""
@@ -324,8 +313,7 @@ def planted(name: str) -> Diagnosis:
     """Return the diagnosis of a planted defect, from the output alone."""
     lab = Lab()
     problem, output = correct_run(lab, CASE)
-    wrong = plant(problem, output, DEFECTS[name], "all")
-    return diagnose(CASE, wrong, lab=lab, propose=False)
+    return diagnose(CASE, plant(problem, output, DEFECTS[name], "all"), lab=lab, propose=False)
 
 
 def test_a_name_that_the_weights_contradict_is_withdrawn():
@@ -345,7 +333,6 @@ def test_a_name_that_the_weights_confirm_is_kept():
 def test_a_scale_without_a_name_is_described_by_the_xray():
     diagnosis = diagnose(CASE, lab=WrongLab(change=scaled(1.3)), propose=False)
     assert (diagnosis.status, diagnosis.cause) == ("described", None)
-    assert diagnosis.xray is not None
     assert diagnosis.xray.status == "described"
     assert diagnosis.to_dict()["xray"]["descriptions"]
     assert diagnosis.sentences()[0] == diagnosis.weights.text

@@ -87,8 +87,7 @@ def test_a_backend_in_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_defect() -> None:
-    names = run("Add a defect")
-    defect = names["SCALE_HALVED"]
+    defect = run("Add a defect")["SCALE_HALVED"]
     known = getattr(attnlab.DEFECTS, "values", lambda: attnlab.DEFECTS)()
     assert defect.name not in {d.name for d in known}
     report = power(SMALL, remedies=False)

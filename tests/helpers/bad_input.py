@@ -2,6 +2,8 @@
 
 from helpers.commands import SEED_ID, SMALL
 
+INT8 = ("--op", "unified_attention", "--op-argument", "int8_per_token_head", "--backend", "vllm")
+
 # Arguments, and the start of the error line: the field that it names, and mostly "must".
 CASE_FLAGS = [
     (["--num-heads", "x"], "num_heads must be"),
@@ -31,22 +33,9 @@ OWN_FLAGS = [
     (["run", *SMALL, "--platforms", "gfx942"], "platforms must be"),
     (["run", *SMALL, "--stages", "--save-call", "x"], "save-call must"),
     (["run", *SMALL, "--save-call", "/no/such/folder/x"], "save-call must be"),
-    (
-        [
-            "run",
-            *SMALL,
-            *[
-                "--op",
-                "unified_attention",
-                "--op-argument",
-                "int8_per_token_head",
-                *("--backend", "vllm"),
-                "--save-call",
-                "x",
-            ],
-        ],
-        "save-call must",
-    ),
+    (["run", *SMALL, *INT8, "--save-call", "x"], "save-call must"),
+    (["run", "--seconds", "soon"], "seconds must"),
+    (["run", "--test-id", ""], "test_id must"),
     (["run", *SMALL, "--source", "nowhere"], "source must"),
     (["run", *SMALL, "--device", "tpu"], "argument --device: invalid choice"),
     (["run", "--num-blocks", "99999999"], "the case needs"),
@@ -84,6 +73,10 @@ OWN_FLAGS = [
     (["atlas", "vllm:0.33.0", "--shard", "3/2"], "shard must be"),
     (["atlas", "vllm:0.33.0", "--page", "page.txt"], "page must be"),
     (["fetch", "--library", "sglang", "--sdist", "0.5.23"], "library must be vllm with sdist"),
+    (["check", "--sarif", "nowhere/file"], "sarif must be in an existing folder"),
+    (["check", "--junit", "nowhere/file"], "junit must be in an existing folder"),
+    (["check", "--coverage"], "coverage must be given with Triton kernels"),
+    (["check", "--coverage", "--release", "0.11.2"], "coverage must be given with Triton kernels"),
     (["check", "--installed", "--source", "x"], "kernel, source and installed must"),
     (["check", "mine.py:f", "--installed"], "kernel, source and installed must"),
     (["check", "/no/such.py:f"], "backend must be FILE.py"),
@@ -174,6 +167,13 @@ OWN_FLAGS = [
     (["shrink", "nowhere", "--out", "x.py"], "out must be a file that does not end with .py"),
     (["shrink", "nowhere", "--op", "softmax"], "op must be one of"),
     (["xray", "--op", "reshape_and_cache_flash"], "op must be an attention op"),
+    (["xray", *SMALL, "--kernel", "a.py:f", "--backend", "model"], "kernel and backend must not"),
+    (["xray", *SMALL, "--limit-s", "0"], "limit-s must be positive"),
+    (["xray", *SMALL, "--html", "/nowhere/x.html"], "html must be in an existing folder"),
+    (
+        ["xray", *SMALL, "--num-blocks", "20000", "--num-heads", "64"],
+        "rows × heads × slots must be",
+    ),
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 

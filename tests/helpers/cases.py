@@ -1,10 +1,14 @@
 """Small hostile cases, and helpers to compare their tensors."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
 from attnlab.tensors.cache import PagedCache, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
@@ -72,3 +76,12 @@ def decode_rows(case: Case) -> torch.Tensor:
     """Return which output rows belong to decode sequences, [num_tokens] bool."""
     query_lens = torch.tensor(case.lengths.query_lens)
     return torch.repeat_interleave(query_lens == 1, query_lens)
+
+
+@contextlib.contextmanager
+def refused(field: str, match: str | None = None) -> Iterator[None]:
+    """Assert that a Case is refused because of this field, in one line."""
+    with pytest.raises(InvalidCase, match=match) as raised:
+        yield
+    assert raised.value.field == field
+    assert "\n" not in str(raised.value)

@@ -1,6 +1,7 @@
 """A paged-attention op in Python, and modules with the signatures of FlashAttention and FlashInfer."""
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -130,7 +131,7 @@ def module_of(name: str, text: str, run: Any) -> Iterator[types.ModuleType]:
     added = [parent for parent in parents if parent not in sys.modules]
     sys.modules.update({parent: types.ModuleType(parent) for parent in added})
     sys.modules[name] = module
-    module.run = run(module)  # type: ignore[attr-defined]
+    module.run = functools.partial(run, module)  # type: ignore[attr-defined]
     try:
         yield module
     finally:
@@ -141,24 +142,17 @@ def module_of(name: str, text: str, run: Any) -> Iterator[types.ModuleType]:
 def flash_attention_module(name: str) -> Any:
     """Have flash_attn_varlen_func with vllm_flash_attn's parameters (0.33.0); computes with a window."""
 
-    def run(module: types.ModuleType) -> Any:
-        def call(with_lse: bool = False, paged: bool = True) -> None:
-            given = batch()
-            module.flash_attn_varlen_func(
-                given["q"],
-                given["k_cache"],
-                given["v_cache"],
-                5,
-                given["cu_seqlens_q"],
-                40,
-                seqused_k=given["seq_lens"],
-                causal=True,
-                window_size=(11, 0),
-                block_table=given["block_table"] if paged else None,
-                return_softmax_lse=with_lse,
-            )
-
-        return call
+    def run(module: types.ModuleType, with_lse: bool = False, paged: bool = True) -> None:
+        given = batch()
+        starts, lens = given["cu_seqlens_q"], given["seq_lens"]
+        module.flash_attn_varlen_func(
+            *(given["q"], given["k_cache"], given["v_cache"], 5, starts, 40),
+            seqused_k=lens,
+            causal=True,
+            window_size=(11, 0),
+            block_table=given["block_table"] if paged else None,
+            return_softmax_lse=with_lse,
+        )
 
     return module_of(name, _FLASH, run)
 
@@ -166,38 +160,19 @@ def flash_attention_module(name: str) -> Any:
 def flashinfer_module(kind: str) -> Any:
     """Have a stateless call of FlashInfer's trtllm backend, ``kind`` "decode" or "prefill"."""
 
-    def run(module: types.ModuleType) -> Any:
-        def call(layout: str) -> None:
-            given = batch()
-            both = torch.stack([given["k_cache"], given["v_cache"]], 1)
-            both = both.transpose(2, 3) if layout == "HND" else both
-            work = torch.zeros(1)
-            table, lens = given["block_table"], given["seq_lens"]
-            if kind == "decode":
-                module.trtllm_batch_decode_with_kv_cache(
-                    given["q"][:2], both, work, table, lens, 40, bmm1_scale=0.125, kv_layout=layout
-                )
-                return
-            starts = given["cu_seqlens_q"]
-            module.trtllm_batch_context_with_kv_cache(
-                *(
-                    given["q"],
-                    both.unbind(1),
-                    work,
-                    table,
-                    lens,
-                    5,
-                    40,
-                    0.125,
-                    1.0,
-                    2,
-                    starts,
-                    lens,
-                ),
-                kv_layout=layout,
-            )
-
-        return call
+    def run(module: types.ModuleType, layout: str) -> None:
+        given = batch()
+        both = torch.stack([given["k_cache"], given["v_cache"]], 1)
+        both = both.transpose(2, 3) if layout == "HND" else both
+        work, table, lens = torch.zeros(1), given["block_table"], given["seq_lens"]
+        if kind == "decode":
+            arguments = (given["q"][:2], both, work, table, lens, 40, 0.125)
+            module.trtllm_batch_decode_with_kv_cache(*arguments, kv_layout=layout)
+            return
+        lengths = (lens, 5, 40, 0.125, 1.0, 2, given["cu_seqlens_q"], lens)
+        module.trtllm_batch_context_with_kv_cache(
+            given["q"], both.unbind(1), work, table, *lengths, kv_layout=layout
+        )
 
     return module_of(f"flashinfer.{kind}", _TRTLLM[kind], run)
 
@@ -259,32 +234,18 @@ def trtllm_batch_decode_with_kv_cache_mla(query, kv_cache, workspace_buffer, qk_
 def planned_wrapper(fault: bool) -> Any:
     """Have FlashInfer's wrapper for prefills over pages; ``run`` plans and runs it."""
 
-    def run(module: types.ModuleType) -> Any:
-        def call() -> None:
-            given = batch()
-            module.FAULT = fault
-            wrapper = module.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1))
-            lens, table = given["seq_lens"], given["block_table"]
-            counts = -(-lens // given["k_cache"].shape[1])
-            pages = torch.cat([row[:n] for row, n in zip(table, counts, strict=True)])
-            starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-            size = given["k_cache"].shape[1]
-            last = lens - (counts - 1) * size
-            wrapper.plan(
-                given["cu_seqlens_q"],
-                starts,
-                pages,
-                last,
-                4,
-                2,
-                64,
-                size,
-                causal=True,
-                sm_scale=0.125,
-            )
-            wrapper.run(given["q"], torch.stack([given["k_cache"], given["v_cache"]], 1))
-
-        return call
+    def run(module: types.ModuleType) -> None:
+        given = batch()
+        module.FAULT = fault
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1))
+        lens, size = given["seq_lens"], given["k_cache"].shape[1]
+        counts = -(-lens // size)
+        pages = [row[:n] for row, n in zip(given["block_table"], counts, strict=True)]
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        last = lens - (counts - 1) * size
+        cache = (given["cu_seqlens_q"], starts, torch.cat(pages), last)
+        wrapper.plan(*cache, 4, 2, 64, size, causal=True, sm_scale=0.125)
+        wrapper.run(given["q"], torch.stack([given["k_cache"], given["v_cache"]], 1))
 
     return module_of("flashinfer.prefill", _WRAPPER, run)
 
@@ -297,44 +258,25 @@ def decode_module(function: str, fault: bool) -> Any:
         "trtllm_batch_decode_with_kv_cache_mla": "flashinfer.mla",
     }[function]
 
-    def run(module: types.ModuleType) -> Any:
-        def call() -> None:
-            given = batch()
-            module.FAULT = fault
-            query = given["q"][:2, None]
-            table, lens = given["block_table"], given["seq_lens"]
-            key, value = given["k_cache"], given["v_cache"]
-            if "mla" in function:
-                key = key[:, :, :1].contiguous()
-            if function.startswith("trtllm"):
-                module.trtllm_batch_decode_with_kv_cache_mla(
-                    query,
-                    key[:, :, 0],
-                    torch.zeros(1),
-                    32,
-                    32,
-                    32,
-                    table,
-                    lens,
-                    64,
-                    bmm1_scale=0.125,
-                )
-                return
-            if "mla" in function:
-                module.flash_mla_with_kvcache(
-                    query, key, table, lens, 32, None, None, softmax_scale=0.125, causal=True
-                )
-                return
-            module.flash_attn_with_kvcache(
-                query,
-                key,
-                value,
-                cache_seqlens=lens,
-                block_table=table,
-                softmax_scale=0.125,
-                causal=True,
+    def run(module: types.ModuleType) -> None:
+        given = batch()
+        module.FAULT = fault
+        query, key = given["q"][:2, None], given["k_cache"]
+        table, lens = given["block_table"], given["seq_lens"]
+        if "mla" in function:
+            key = key[:, :, :1].contiguous()
+        if function.startswith("trtllm"):
+            sizes = (32, 32, 32)
+            module.trtllm_batch_decode_with_kv_cache_mla(
+                query, key[:, :, 0], torch.zeros(1), *sizes, table, lens, 64, bmm1_scale=0.125
             )
-
-        return call
+            return
+        options = {"softmax_scale": 0.125, "causal": True}
+        if "mla" in function:
+            module.flash_mla_with_kvcache(query, key, table, lens, 32, None, None, **options)
+            return
+        module.flash_attn_with_kvcache(
+            query, key, given["v_cache"], cache_seqlens=lens, block_table=table, **options
+        )
 
     return module_of(module_name, _WRAPPER, run)

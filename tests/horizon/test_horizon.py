@@ -74,7 +74,6 @@ def test_the_size_is_that_of_arithmetic(name: str) -> None:
 
 def test_a_row_that_wraps_reads_four_gibi_elements_before_its_tensor() -> None:
     (one,) = horizon_of("row_product", launch_of("row_product")).statements
-    assert one.access is not None
     assert (one.access.tensor, one.access.lands, one.access.away) == ("x", "", -(LIMIT * 2 * 2))
     assert one.effect == "reads 8 GiB before the element of x, outside all tensors"
     assert (one.site.text, one.site.line) == ("row * stride", 10)
@@ -96,9 +95,7 @@ def test_a_mask_that_a_wrapped_index_passes_is_an_access() -> None:
         sweep=("count",), tail=(2,),
     )  # fmt: skip
     assert horizon_of("lost_mask", launch).statements == ()  # the tile ends at 2^31 - 1
-    further = replace(launch, grid=("cdiv(count, 64) + 1",))
-    (one,) = horizon_of("lost_mask", further).statements
-    assert one.access is not None
+    (one,) = horizon_of("lost_mask", replace(launch, grid=("cdiv(count, 64) + 1",))).statements
     assert one.access.kind == "reads what its mask excludes"
 
 
@@ -138,8 +135,7 @@ def test_assumed_launches_find_the_wrap_and_are_never_reached() -> None:
     assert {row.statement.size for row in found.rows} >= {"stride"}
     assert found.reached == []
     kernels, _, _ = load_kernels(FILE)
-    page = next(one for one in kernels if one.name == "page")
-    launch = next(assumed_launches(page))
+    launch = next(assumed_launches(next(one for one in kernels if one.name == "page")))
     assert launch.arguments["table"].startswith("int32[")
     assert "values_table" in launch.sweep
 

@@ -141,7 +141,6 @@ def child_survives(end: str, how: signal.Signals) -> bool:
     """Kill a parent by a signal; return whether its child is alive two seconds later."""
     command = [sys.executable, "-c", PARENT, CHILD.format(end=end)]
     parent = popen(command, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.send_signal(how)
     parent.wait()

@@ -157,8 +157,7 @@ def test_a_check_has_a_finding_of_its_own(name):
 def test_an_xray_reads_no_weights(name, capsys, monkeypatch):
     with pytest.raises(NotDeterministic, match="the same call gives different outputs"):
         attnlab.xray(case_of(name))
-    flags = case_of(name).to_cli().split()[2:]
-    assert main(["xray", *flags, "--json"]) == 1
+    assert main(["xray", *case_of(name).to_cli().split()[2:], "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["status"] == "not deterministic"
     assert "no weight can be read" in document["sentences"][0]
@@ -178,8 +177,7 @@ def faulty(name):
 
 @pytest.mark.parametrize("name", FLAKY)
 def test_a_probe_blames_no_variation(name):
-    call = attnlab.run(Case(**FIELDS)).call
-    found = attnlab.probe_call(call, backend=spec(name))
+    found = attnlab.probe_call(attnlab.run(Case(**FIELDS)).call, backend=spec(name))
     assert found.verdict == "corruption"
     assert found.instability.rows == (0,)
     assert found.conclusion == f"corruption: {found.instability.text}"
@@ -187,8 +185,7 @@ def test_a_probe_blames_no_variation(name):
 
 def test_a_second_run_with_a_changed_field_is_not_compared():
     lab, case = Lab(), case_of("fourth", empty_slots="zeros")
-    output = lab.output(case)
-    found = run_again(lab, case, output, {"empty_slots": "garbage"})
+    found = run_again(lab, case, lab.output(case), {"empty_slots": "garbage"})
     assert not found.is_equal
     assert found.rows == ()
     assert "is not compared: the same call gives different outputs" in found.text()

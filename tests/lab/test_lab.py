@@ -52,8 +52,7 @@ def test_the_lab_asks_for_its_token(tmp_path: Path) -> None:
     """The server refuses requests without the token and serves those with it."""
     command = lab_command()
     assert not any(word in " ".join(command) for word in ("token", "password", "--ip", "allow"))
-    opened = ROOT / command[-1]
-    assert opened.exists()
+    assert (ROOT / command[-1]).exists()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

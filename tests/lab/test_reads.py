@@ -158,7 +158,6 @@ def test_two_processes_report_the_same(source: Source, monkeypatch) -> None:
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
     monkeypatch.setattr(interpreter, "cores", lambda: 2)
     assert Lab(source=source.path, device="cpu").run(case).memory == one
-    assert one is not None
     assert one.slots
 
 
@@ -214,8 +213,7 @@ def test_trace_reads_is_refused_where_reads_are_not_recorded(source: Source, mon
 @pytest.mark.slow
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
     """For a Triton plugin, counts by state and what is allowed; for a torch plugin, why there are none."""
-    backend = planted(tmp_path, "both = seen", "both = (pos <= end)")
-    report = checked(backend, cases=4)
+    report = checked(planted(tmp_path, "both = seen", "both = (pos <= end)"), cases=4)
     counts = report.to_dict()["reads"]["unified_attention"]
     assert counts["own"] > 200
     assert counts["outside_window"] > 50

@@ -44,8 +44,7 @@ def plain(query, key, value, scale, window, slopes, sinks=None, softcap=None):
         q = torch.zeros_like(q)
     if sinks is not None:
         k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
-        score = sinks.double()[:, None, None].expand(-1, query_len, 1)
-        bias = torch.cat([bias, score], 2)
+        bias = torch.cat([bias, sinks.double()[:, None, None].expand(-1, query_len, 1)], 2)
     mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     return mixed.transpose(0, 1)
 
@@ -139,8 +138,7 @@ def test_only_stored_keys_are_quantised():
     stored = stored_tokens(case, tokens, 4, 1.0)
     assert torch.equal(stored[4:].double(), tokens[4:].double())
     assert not torch.equal(stored[:4].double(), tokens[:4].double())
-    wide = hostile()
-    assert stored_tokens(wide, tokens, 4, 1.0) is tokens
+    assert stored_tokens(hostile(), tokens, 4, 1.0) is tokens
 
 
 MUTANTS = {
@@ -187,8 +185,7 @@ def test_wrong_attention_fails_the_comparison(mutant):
     attend(query, key, value, 0.3, output, mask, slopes, sinks, 2.0)
     tensors = (query, key, value, slopes, sinks)
     other = MUTANTS[mutant](output, tensors) if mutant else attend_at(tensors)
-    close = torch.allclose(output, other, atol=DOUBLE, rtol=DOUBLE)
-    assert close == (mutant is None)
+    assert torch.allclose(output, other, atol=DOUBLE, rtol=DOUBLE) == (mutant is None)
 
 
 def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):

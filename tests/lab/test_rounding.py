@@ -16,8 +16,7 @@ from attnlab.lab.reference import rounding_bound
 
 def worst(case) -> float:
     """Return the largest error of a correct run in units of the bound."""
-    lab = Lab()
-    problem, output = correct_run(lab, case)
+    problem, output = correct_run(Lab(), case)
     return float(locate(problem, output).ratio.max())
 
 
@@ -52,8 +51,7 @@ def test_an_error_just_above_it_is_seen():
     row_slice = problem.row_slice_of(20, torch.tensor([3]))
     rounding = problem.correct(row_slice).bound[0, 0, 7]
     output[20, 3, 7] = (problem.correct(row_slice).output[0, 0, 7] + 2 * rounding).to(output.dtype)
-    found = locate(problem, output)
-    assert torch.nonzero(found.is_wrong).tolist() == [[20, 3]]
+    assert torch.nonzero(locate(problem, output).is_wrong).tolist() == [[20, 3]]
 
 
 def test_long_contexts_have_a_sharper_bound():
@@ -63,8 +61,7 @@ def test_long_contexts_have_a_sharper_bound():
     )
     problem, output = correct_run(Lab(), case)
     row_slice = problem.row_slice_of(1, torch.arange(6))
-    inputs = problem.attention_inputs(row_slice)
-    share = inputs.rounding.relative(1501, 0.0)
+    share = problem.attention_inputs(row_slice).rounding.relative(1501, 0.0)
     worst_case = share * 5e-4  # the mean magnitude of ±1e-3
     assert float(problem.correct(row_slice).bound.max()) < worst_case / 2
     assert float(locate(problem, output).ratio.max()) <= 1

@@ -256,8 +256,7 @@ def test_new_values_have_a_stride_of_their_own(tmp_path, strides, bit, verdict):
         **{"op": WRITE, "backend": "library:sglang", "op_argument": "gaps", "num_heads": 2},
         **{"query_lens": (3,), "ctx_lens": (5,), "block_size": 16, "head_size": 32},
     )
-    source = write_source(tmp_path, strides, bit)
-    assert Lab(source=source).run(case).status == verdict
+    assert Lab(source=write_source(tmp_path, strides, bit)).run(case).status == verdict
 
 
 @needs_triton

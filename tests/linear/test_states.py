@@ -1,12 +1,13 @@
 """Linear attention: the plan, its bounds, rules, weights, and an op of a source with planted faults."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from helpers.cases import refused
+from helpers.commands import document
 from helpers.state_models import ModelRunner
 
 from attnlab.case.errors import InvalidCase, KernelFailed
@@ -120,9 +121,9 @@ def short_variants(op):
     }
 
 
-def source_of(folder, text=KERNEL):
+def source_of(folder, text=KERNEL, op="gated_delta_rule"):
     """Return a checkout of FLA with this kernel alone."""
-    file = folder / "fla" / "ops" / "gated_delta_rule" / "fused_recurrent.py"
+    file = folder / "fla" / "ops" / op / "fused_recurrent.py"
     file.parent.mkdir(parents=True)
     file.write_text(text)
     return find_source(folder, package_of("fla"))
@@ -212,9 +213,8 @@ def test_bounds_follow_the_dtype():
     ],
 )
 def test_a_wrong_field_is_refused_in_one_line(field, value):
-    with pytest.raises(InvalidCase, match=field) as error:
+    with refused(field):
         StateCase(**{"query_lens": (1, 1), field: value})
-    assert "\n" not in str(error.value)
 
 
 def few(op):
@@ -459,12 +459,11 @@ def test_a_gpu_of_the_machine_is_not_used(tmp_path, monkeypatch):
 
 def test_the_commands(tmp_path, capsys):
     source_of(tmp_path, KERNEL.replace("* scale", ""))
-    words = ["--source", str(tmp_path), "--op", OP.name, "--json"]
-    assert main(["check", "--library", "fla", *words]) == 1
-    found = json.loads(capsys.readouterr().out)
+    words = ["--source", str(tmp_path), "--op", OP.name]
+    found = document(capsys, ["check", "--library", "fla", *words], 1)
     assert found["findings"][0]["title"].startswith("the scale is missing")
-    assert main(["linear", *words, "--query-lens", "3,1"]) == 1
-    assert "the scale is missing" in json.loads(capsys.readouterr().out)["sentences"][0]
+    found = document(capsys, ["linear", *words, "--query-lens", "3,1"], 1)
+    assert "the scale is missing" in found["sentences"][0]
     assert main(["check", "--library", "fla", "--source", str(tmp_path), "--op", "no"]) == 2
     assert main(["check", "--library", "fla", "--source", str(tmp_path), "--locate"]) == 2
     with pytest.raises(InvalidCase, match="op must be one of"):
@@ -511,16 +510,18 @@ def fused_recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initia
 )
 def test_all_kinds_of_gates_are_given(tmp_path, name, before, after, words):
     """Faults that a constant gate, a walk from the last token, or gates in 16 bits alone show are found."""
-    file = tmp_path / "fla" / "ops" / "simple_gla" / "fused_recurrent.py"
-    file.parent.mkdir(parents=True)
     assert before in CONSTANT
-    file.write_text(CONSTANT.replace(before, after) if before else CONSTANT)
+    text = CONSTANT.replace(before, after) if before else CONSTANT
     op = STATE_OPS[f"fla_fused_recurrent_simple_gla{name}"]
-    found = check_op(op, find_source(tmp_path, package_of("fla")))
+    found = check_op(op, source_of(tmp_path, text, "simple_gla"))
     assert found.ran == len(variants_of(op)) > 10
-    assert bool(found.findings) == (words is not None)
-    if words is not None:
-        assert words in found.findings[0].title
+    assert_finding(found.findings, words)
+
+
+def assert_finding(findings, words):
+    """Check that the first finding has some words, or that there is none."""
+    assert bool(findings) == (words is not None)
+    assert words is None or words in findings[0].title
 
 
 # Kimi delta attention whose gates the op computes, also above a limit, in torch.
@@ -566,11 +567,7 @@ def fused_recurrent_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, 
     ids=["right", "rate", "sign", "bias"],
 )
 def test_gates_that_an_op_computes(tmp_path, before, after, words):
-    file = tmp_path / "fla" / "ops" / "kda" / "fused_recurrent.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(LIMITED.replace(before, after) if before else LIMITED)
-    found = check_op(STATE_OPS["fla_fused_recurrent_kda"], find_source(tmp_path, package_of("fla")))
+    text = LIMITED.replace(before, after) if before else LIMITED
+    found = check_op(STATE_OPS["fla_fused_recurrent_kda"], source_of(tmp_path, text, "kda"))
     assert found.ran > 20
-    assert bool(found.findings) == (words is not None)
-    if words is not None:
-        assert words in found.findings[0].title
+    assert_finding(found.findings, words)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.cases import refused
 from helpers.drawn_cases import draw_cases
 from helpers.sources import needs_triton, of_release
 
@@ -91,9 +92,8 @@ def test_an_error_of_one_element_beyond_its_bound_is_found(factor, is_right):
 
 def test_a_fault_that_does_not_apply_is_refused():
     for fault in ("value_offset", "nonsense"):
-        with pytest.raises(InvalidCase) as raised:
+        with refused("fault"):
             run_path(MlaCase(), fault=fault)
-        assert raised.value.field == "fault"
 
 
 def test_prefill_is_attention_over_all_keys():
@@ -182,10 +182,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "field"), WRONG, ids=lambda one: str(one)[:40])
 def test_what_is_refused(fields, field):
-    with pytest.raises(InvalidCase) as raised:
+    with refused(field):
         MlaCase(**fields)
-    assert raised.value.field == field
-    assert "\n" not in str(raised.value)
 
 
 def test_fields_survive_json():

@@ -119,8 +119,7 @@ def timeline(order: tuple[str, ...], seq_lens: tuple[int, ...]) -> types.SimpleN
 def test_the_engine_decides_where_it_runs(monkeypatch, order, seq_lens, verdicts):
     """The verdicts on the two claims about production follow from the recorded engine."""
     monkeypatch.setattr(production, "_timeline", lambda: timeline(order, seq_lens))
-    found = [one.judge(one.claim).verdict for one in production.ENTRIES]
-    assert tuple(found) == verdicts
+    assert tuple([one.judge(one.claim).verdict for one in production.ENTRIES]) == verdicts
 
 
 def test_without_the_engine_its_claims_are_undecided(monkeypatch):

@@ -44,8 +44,7 @@ def test_every_notebook_but_the_first_page_has_its_row(chapters: Chapters) -> No
     assert files[0] == "00-start-here.ipynb"
     assert [one.notebook for one in chapters] == files[1:]
     assert {*_JUDGES} == {f"{number:02}" for number in range(1, 13)}
-    answered = {one.notebook[:2] for one in chapters if one.verdict}
-    assert answered >= {*_JUDGES}
+    assert {one.notebook[:2] for one in chapters if one.verdict} >= {*_JUDGES}
     assert all(one.question for one in chapters)
 
 
@@ -98,8 +97,7 @@ def test_a_notebook_without_an_answer_is_listed(tmp_path: Path, ledger: Findings
         write(v4.new_notebook(cells=[cell]), tmp_path / name)
     (one,) = found = read_chapters(ledger, tmp_path)
     assert (one.question, one.verdict, one.facts) == ("What <if>?", "", {})
-    page = html(found)
-    assert '<a href="55-what-if%20%26%20why.ipynb">What &lt;if&gt;?</a>' in page
+    assert '<a href="55-what-if%20%26%20why.ipynb">What &lt;if&gt;?</a>' in html(found)
     assert sheet_of(found).parts[0].rows[0][2].tone == "quiet"
 
 

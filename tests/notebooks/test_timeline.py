@@ -111,15 +111,13 @@ def test_with_attention_first_only_swaps_calls():
 def test_sequences_are_identified_by_their_first_block():
     """The order in the batch does not matter."""
     later = dataclasses.replace(EVENTS[3], block_table=(TABLE[1], TABLE[0]))
-    timeline = dataclasses.replace(TIMELINE, events=(*EVENTS[:3], later))
-    assert timeline.seq_ids(later) == [1, 0]
+    assert dataclasses.replace(TIMELINE, events=(*EVENTS[:3], later)).seq_ids(later) == [1, 0]
     assert TIMELINE.seq_ids(EVENTS[3]) == [0, 1]
 
 
 def test_json_round_trip():
     """A timeline read from its JSON is equal; JSON without a field is refused."""
-    again = Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict())))
-    assert again == TIMELINE
+    assert Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict()))) == TIMELINE
     broken = TIMELINE.to_dict()
     del broken["events"][0]["slot_mapping"]
     with pytest.raises(AttnLabError, match=r"^timeline must hold the fields of one"):

@@ -129,8 +129,7 @@ def write_wrapper(root, output, *, lse=None):
 def test_flashinfers_wrapper(capsys, tmp_path):
     """Plan and run of one wrapper are joined; the plan of another one between them is not used."""
     folder = write_wrapper(tmp_path / "good", computed()["out"])
-    found = document(capsys, ["diagnose", "--call", str(folder)], 0)
-    assert found["status"] == "nothing wrong"
+    assert document(capsys, ["diagnose", "--call", str(folder)], 0)["status"] == "nothing wrong"
     call = read_call(folder)
     assert call.seq_lens.tolist() == [40, 33]
     assert (call.origin.program, call.origin.release) == ("flashinfer", "0.4.0")

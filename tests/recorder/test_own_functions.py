@@ -168,8 +168,7 @@ def sections(tmp_path_factory) -> dict[str, str]:
     (folder / "kern.py").write_text(KERNEL)
     (folder / "test_own.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    out = pytest_in(folder, "--attnlab", "--attnlab-seconds=0")
-    parts = out.split("___ test_")[1:]
+    parts = pytest_in(folder, "--attnlab", "--attnlab-seconds=0").split("___ test_")[1:]
     return {part.split(" ")[0]: part.partition("- attnlab -")[2] for part in parts}
 
 

@@ -150,8 +150,7 @@ def test_every_argument_of_a_vllm_op_is_known(op):
 def test_an_op_is_known_by_its_module(name, is_foreign):
     """Other libraries have functions of the same name; vLLM's contracts are not theirs."""
     call = make_problem(hostile(op=UNIFIED, query_lens=(1, 1), ctx_lens=(20, 33))).call
-    called = dataclasses.replace(call, origin=Origin(op=name))
-    assert called.is_foreign == is_foreign
+    assert dataclasses.replace(call, origin=Origin(op=name)).is_foreign == is_foreign
 
 
 def test_a_decode_may_have_a_table_with_a_third_dimension():

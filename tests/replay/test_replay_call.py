@@ -82,8 +82,7 @@ def test_a_call_without_an_output_is_neither_diagnosed_nor_cut():
         attnlab.diagnose(flash_call())
     with pytest.raises(InvalidCall, match="source must be given for a call without an output"):
         attnlab.shrink_call(flash_call())
-    right = attnlab.shrink_call(flash_call(), backend="model")
-    assert right.status == "match"
+    assert attnlab.shrink_call(flash_call(), backend="model").status == "match"
 
 
 def test_unwritten_rows_are_wrong():
@@ -216,8 +215,7 @@ def test_bits_and_distances():
 
 def test_an_op_gets_a_saved_cache_with_its_own_strides():
     call = flash_call()
-    target = Target.of(attnlab.Case(platform="sm_90"))
-    key = arguments_of(call, target)["k"]
+    key = arguments_of(call, Target.of(attnlab.Case(platform="sm_90")))["k"]
     assert key.data_ptr() == call.key_cache.data_ptr()
     assert key.stride() == (2 * 16 * 2 * 32, 64, 32, 1)
     moved = on_device(call, "meta")
@@ -275,8 +273,7 @@ def test_git_bisect_names_the_commit(tmp_path, monkeypatch, capsys):
     assert main(["replay", "nowhere", "--source", "."]) == 129
     assert capsys.readouterr().err.count("\n") == 1
     (clone / "vllm/v1/attention/ops" / UNIFIED).write_text("import nothing_here\n")
-    found = document(capsys, [*replay[3:]], 125)
-    assert "nothing_here" in found["replays"][0]["reason"]
+    assert "nothing_here" in document(capsys, [*replay[3:]], 125)["replays"][0]["reason"]
 
 
 # The probe: kernels with planted faults, and a correct one whose order of sums depends on the batch.

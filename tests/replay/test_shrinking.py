@@ -315,8 +315,7 @@ def test_the_rows_see_the_same_keys(mask):
     part = with_sequences(call, kept)
     assert torch.equal(seen(part, 0, range(5)), seen(call, 1, range(5))[:, 16:])
     assert torch.equal(seen(part, 1, range(4)), seen(call, 0, range(4))[:, :44])
-    alone = with_sequences(call, [KeptSequence(seq=0, first=0, last=6)])
-    shorter = without_tokens(alone, 16)
+    shorter = without_tokens(with_sequences(call, [KeptSequence(seq=0, first=0, last=6)]), 16)
     assert torch.equal(seen(shorter, 0, range(6)), seen(call, 0, range(6))[:, 16:])
 
 

@@ -121,8 +121,7 @@ def test_the_summary_is_a_table_that_markdown_shows() -> None:
     """A row for each finding; text from a kernel adds no column and no line."""
     rows = [line for line in summary(REPORT).splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(REPORT.findings)
-    bars = {row.replace("\\|", "").count("|") for row in rows}
-    assert bars == {rows[0].count("|")}
+    assert {row.replace("\\|", "").count("|") for row in rows} == {rows[0].count("|")}
     assert f"]({LINK})" in summary(REPORT)
     assert not [line for line in summary(SOUND).splitlines() if line.startswith("|")]
 

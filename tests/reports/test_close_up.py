@@ -49,7 +49,6 @@ def test_the_faulty_steps_are_marked(
     tmp_path: Path, old: str, new: str, with_xray: bool, marks: int | None, why: str
 ) -> None:
     found = close_up(traced(tmp_path, old, new, with_xray=with_xray))
-    assert found is not None
     cell = found["cells"][f"{ROW},{HEAD}"]
     marked = [text for _, text, _ in cell["steps"] if text]
     assert len(cell["steps"]) == 3
@@ -64,7 +63,6 @@ def test_positions_that_no_step_reads_are_stated(tmp_path: Path) -> None:
         tmp_path, "range(0, seq_len, KEYS)", "range(0, seq_len - KEYS, KEYS)", with_xray=False
     )
     found = close_up(run)
-    assert found is not None
     assert len(found["cells"][f"{ROW},{HEAD}"]["steps"]) == 2
     assert found["cells"][f"{ROW},{HEAD}"]["unread"] == []  # 64 of its keys are in two tiles
     assert found["cells"][f"0,{HEAD}"]["unread"] == [[32, 8]]
@@ -73,8 +71,7 @@ def test_positions_that_no_step_reads_are_stated(tmp_path: Path) -> None:
 def test_the_numbers_are_those_of_the_run_and_bounded(tmp_path: Path) -> None:
     case = CASE.replace(query_lens=(200, 1), num_heads=24, num_queries_per_kv=2, head_size=128)
     lab = Lab()
-    run = trace_run(lab, case.replace(stage="int32_before_cumsum"))
-    found = close_up(run)
+    found = close_up(trace_run(lab, case.replace(stage="int32_before_cumsum")))
     assert found is not None
     assert len(json.dumps(found)) < 600_000
     tokens, of_tokens, heads, of_heads = found["of"]

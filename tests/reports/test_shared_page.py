@@ -137,7 +137,6 @@ def test_the_comment_has_at_most_25_lines(diagnosis: object) -> None:
 
 def test_an_excerpt_has_the_line_and_its_surroundings() -> None:
     found = excerpt(__file__, 3)
-    assert found is not None
     assert found.lines[found.line - found.first] == "from pathlib import Path"
     assert excerpt(__file__, 10**6) is None
 

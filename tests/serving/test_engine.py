@@ -58,8 +58,7 @@ def ran(tmp_path_factory):
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert (folder / "result.json").is_file(), done.stderr[-2000:]
-    result = json.loads((folder / "result.json").read_text())
-    return result, read_report(found), done, found
+    return json.loads((folder / "result.json").read_text()), read_report(found), done, found
 
 
 def test_sound_steps_report_nothing(ran):

@@ -72,8 +72,7 @@ def test_slots_off_by_one(batches):
 
 
 def test_a_missing_write(batches):
-    step = batches.step(a=(6, 7))
-    (found,) = read(batches, step)
+    (found,) = read(batches, batches.step(a=(6, 7)))
     assert (found.kind, found.position, found.block) == ("never_written", 6, 7)
 
 

@@ -161,7 +161,6 @@ def test_an_end_by_a_signal_that_was_passed_on_is_regular(tmp_path, command, cod
         f"sys.exit(run_command([sys.executable, '-c', {child!r}], settings, to_stderr=False))"
     )
     one = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert one.stdout is not None
     assert one.stdout.readline() == "ready\n"
     time.sleep(0.05)
     os.kill(one.pid, signal.SIGTERM)

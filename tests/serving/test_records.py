@@ -44,8 +44,7 @@ def call() -> KernelCall:
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    file = RecordFile(tmp_path)
-    file.write("note", {"text": "one", "value": float("nan")})
+    RecordFile(tmp_path).write("note", {"text": "one", "value": float("nan")})
     (path,) = tmp_path.glob("*.jsonl")
     path.write_text(path.read_text() + '{"event": "note", "te')
     ((lines),) = read_records(tmp_path).values()

@@ -42,8 +42,7 @@ CASE = Case(
 def call() -> KernelCall:
     """A right call, with its output."""
     lab = Lab()
-    call = lab.call(CASE)
-    return dataclasses.replace(call, output=lab.run(CASE).output)
+    return dataclasses.replace(lab.call(CASE), output=lab.run(CASE).output)
 
 
 @pytest.mark.parametrize("mask", sorted(MASKS))
@@ -86,8 +85,7 @@ def test_samples_find_it_in_the_end(call):
     """Four of 23 rows and two of eight heads: after 200 samples, the element was among them."""
     wrong = changed(call, 7, 6, 0.05)
     found = [check_values(wrong, rows=4, heads=2, seed=seed).wrong for seed in range(200)]
-    hits = [one[0].row for one in found if one]
-    assert set(hits) == {7}
+    assert set([one[0].row for one in found if one]) == {7}
 
 
 def test_nan_is_reported_with_the_state_of_its_inputs(call):
@@ -208,38 +206,36 @@ def test_a_wrong_argument_is_found(name, value, intended, given):
     assert found(**{name: value}) == [(name, intended, given)]
 
 
-def test_format_and_block_size():
-    assert found({"kv_cache_dtype": "fp8"}) == [("kv_cache_dtype", "auto", "fp8")]
-    assert found(block_size=32) == [("block_size", 16, 32)]
-    ((name, *_),) = found(key_cache=torch.empty(1, dtype=torch.uint8))
-    assert name == "key_cache"
+SHORT = {"seq_lens": torch.tensor([50, 64])}
+FP8 = {"intent": Intent(kv_cache_dtype="fp8")}
+LATE = {"reads_tensors": False}  # tensors would wait for a GPU
 
 
-def test_names_of_the_same_format_are_equal():
-    assert found({"kv_cache_dtype": "bfloat16"}) == []
-    fp8 = Intent(kv_cache_dtype="fp8")
-    assert found({"kv_cache_dtype": "fp8_e4m3"}, intent=fp8) == []
-    assert [name for name, *_ in found({"kv_cache_dtype": "fp8_e5m2"}, intent=fp8)] == [
-        "kv_cache_dtype"
-    ]
-
-
-def test_windows_that_hide_nothing_are_equal():
-    short = {"seq_lens": torch.tensor([50, 64])}
-    assert found(sliding_window=0, **short) == []
-    assert found(sliding_window=100, **short) == []
-    assert found(sliding_window=63, **short) != []
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"arguments": {"kv_cache_dtype": "fp8"}}, ["kv_cache_dtype"]),
+        ({"block_size": 32}, ["block_size"]),
+        ({"key_cache": torch.empty(1, dtype=torch.uint8)}, ["key_cache"]),
+        ({"arguments": {"kv_cache_dtype": "bfloat16"}}, []),
+        ({"arguments": {"kv_cache_dtype": "fp8_e4m3"}, **FP8}, []),
+        ({"arguments": {"kv_cache_dtype": "fp8_e5m2"}, **FP8}, ["kv_cache_dtype"]),
+        ({"sliding_window": 0, **SHORT}, []),
+        ({"sliding_window": 100, **SHORT}, []),
+        ({"sliding_window": 63, **SHORT}, ["sliding_window"]),
+        ({"sinks": None, "k_scale": torch.full((3, 2), 2.0), **LATE}, []),
+        ({"v_scale": 1.0, **LATE}, ["v_scale"]),
+    ],
+    ids=str,
+)
+def test_formats_windows_and_tensors_are_compared_by_their_meaning(given, names):
+    assert [name for name, *_ in found(**given)] == names
 
 
 def test_what_the_op_has_no_parameter_for_is_not_compared():
     arguments = {"kv_cache_dtype": "auto"}
     fields = {"key_cache": FIELDS["key_cache"]}
     assert contradictions(INTENT, arguments, fields, block_size=16) == []
-
-
-def test_tensors_are_left_out_where_they_would_wait_for_a_gpu():
-    assert found(reads_tensors=False, sinks=None, k_scale=torch.full((3, 2), 2.0)) == []
-    assert found(reads_tensors=False, v_scale=1.0) != []
 
 
 def test_the_intent_of_a_layer():

@@ -136,8 +136,7 @@ def test_a_full_disk_costs_only_the_last_outcome(tmp_path):
     count, text = done.stdout.split(" ", 1)
     assert "cannot be written" in text, done.stderr
     assert int(count) > 2
-    data = (tmp_path / "s" / "outcomes.jsonl").read_bytes()
-    assert data.endswith(b"\n")
+    assert (tmp_path / "s" / "outcomes.jsonl").read_bytes().endswith(b"\n")
     assert len(read_store(tmp_path / "s")[1]) == int(count)
 
 

@@ -99,8 +99,7 @@ def test_every_slot_holds_what_provenance_says(case):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_hostile_cache(kv_cache_dtype):
     """The hostile batch, with whole blocks on the fast path, head size 24 and NaN in unwritten slots."""
-    x = 8
-    case = hostile(head_size=24, x=x, kv_cache_dtype=kv_cache_dtype, num_heads=4)
+    case = hostile(head_size=24, x=8, kv_cache_dtype=kv_cache_dtype, num_heads=4)
     batch = make_batch(case)
     check_provenance(case, make_cache(case, batch), batch)
 
@@ -133,8 +132,7 @@ def test_fill_policies(fill):
         assert lens[seq] == c + (q if new else 0)
     provenance = make_cache(case, make_batch(case)).provenance
     for seq, length in enumerate(lens):
-        owned = provenance.pos[provenance.seq == seq]
-        assert sorted(owned.tolist()) == list(range(length))
+        assert sorted(provenance.pos[provenance.seq == seq].tolist()) == list(range(length))
     assert (provenance.seq != NOBODY).sum() == sum(lens)
 
 

@@ -147,8 +147,7 @@ def test_only_the_named_blocks_of_a_large_cache(tmp_path, monkeypatch):
         assert same_bits(one, other[[3, 17]])
     gap = again.value_cache.storage_offset() - again.key_cache.storage_offset()
     assert gap == call.value_cache.storage_offset() - call.key_cache.storage_offset()
-    twice = again.with_named_blocks()
-    assert twice.block_ids.tolist() == [3, 17]
+    assert again.with_named_blocks().block_ids.tolist() == [3, 17]
 
 
 def test_a_block_number_beyond_the_cache_stays_beyond_it():

@@ -65,8 +65,7 @@ def test_layouts_give_the_same_bits(op, layout, explicit):
 
 def test_a_layout_read_as_another_gives_other_bits():
     """The comparison above can fail: with layout HND instead of flash the cache is another."""
-    case = hostile(op=UNIFIED, **LENS, num_heads=16, num_queries_per_kv=1)
-    expected, given = plain(case)
+    expected, given = plain(hostile(op=UNIFIED, **LENS, num_heads=16, num_queries_per_kv=1))
     call = KernelCall.from_tensors(**in_flash(given), layout="HND")
     assert not same_bits(call.key_cache, expected.key_cache)
 

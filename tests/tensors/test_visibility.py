@@ -78,10 +78,8 @@ def test_the_reference_is_attention_under_the_mask():
 
 def test_a_row_without_visible_keys_gives_zero():
     """A tree may hide every key."""
-    case = random_case("tree", 0, query_lens=(2,), ctx_lens=(0,), tree_parents=None)
-    call, _ = call_of(case)
-    hidden = torch.full((2, 2), -torch.inf)
-    mask = mask_of(dataclasses.replace(call, qq_bias=hidden), 0)
+    call, _ = call_of(random_case("tree", 0, query_lens=(2,), ctx_lens=(0,), tree_parents=None))
+    mask = mask_of(dataclasses.replace(call, qq_bias=torch.full((2, 2), -torch.inf)), 0)
     assert not mask.visible(torch.arange(2)).any()
 
 

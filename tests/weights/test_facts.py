@@ -72,8 +72,7 @@ def measured(name: str, **changes: object) -> XRay:
     ],
 )
 def test_facts_are_the_planted_faults(name, texts):
-    found = [one.text for one in weight_facts(measured(name))]
-    assert found == texts
+    assert [one.text for one in weight_facts(measured(name))] == texts
 
 
 def test_a_head_is_named_if_it_alone_is_wrong():
@@ -190,7 +189,6 @@ def test_a_trait_concerns_its_rows_and_heads_alone():
     assert set(found) == {SAME, LESS}
     assert found[SAME].any(0).tolist() == [False, False, False, True]
     later = weight_traits(measured("causal_one_too_many").examined)
-    assert later is not None
     cells = later["later keys have a weight and must not count"]
     assert torch.nonzero(cells.any(1)).flatten().tolist() == [*range(8), 10]
 
@@ -205,7 +203,6 @@ def test_a_row_that_must_see_no_key_gives_weights_to_others(monkeypatch):
 
     monkeypatch.setattr(facts_module, "right_keys", without_row_0)
     traits = weight_traits(dataclasses.replace(found, expected=expected))
-    assert traits is not None
     of_row_0 = {text for text, cells in traits.items() if bool(cells[0].all())}
     assert len(of_row_0) == 1
     assert of_row_0.pop().endswith("have a weight and must not count")
@@ -228,7 +225,6 @@ def test_traits_that_further_cases_have_describe_a_fault():
         Case(**FIELDS, backend=f"{hooked_attention.__file__}:own_key_of_row_8_lost")
     )
     assert found.status == "described"
-    assert found.traits is not None
     assert found.conclusion == found.to_dict()["traits"] == found.traits.text
     assert found.conclusion.startswith("of each wrong row: ")
     assert "the key of the row itself has no weight" in found.conclusion

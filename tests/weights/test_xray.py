@@ -186,8 +186,7 @@ FAULTS = {
 
 
 def faulty(name, **changes):
-    kernel = getattr(faulty_attention, name)
-    fields = {**FIELDS, **PREFILL, "op": kernel.op, **changes}
+    fields = {**FIELDS, **PREFILL, "op": getattr(faulty_attention, name).op, **changes}
     return Case(**fields, backend=SPEC + name)
 
 
@@ -310,8 +309,7 @@ def test_unwritten_rows_are_described():
 
 
 def test_rows_with_a_nan_query_cannot_be_read_and_the_others_can():
-    lab = attnlab.Lab()
-    call = lab.call(Case(**{**FIELDS, "op": "unified_attention"}))
+    call = attnlab.Lab().call(Case(**{**FIELDS, "op": "unified_attention"}))
     query = call.query.clone()
     query[2] = torch.nan
     call = dataclasses.replace(call, query=query)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from helpers.cases import call_of, hostile
+from helpers.commands import error_line
+from helpers.fake_ops import made
 from helpers.sources import sdist
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.platforms import PLATFORMS
-from attnlab.cli.main import main
 from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm import device as build
@@ -25,9 +26,7 @@ KERNEL_FILES = ("attention.cu", "attention_kernels.cuh")
 def own(rocm: Source, tmp_path: Path) -> Source:
     """Provide a checkout with csrc/rocm's attention and one op."""
     shutil.copytree(rocm.root / "csrc", tmp_path / "vllm" / "csrc")
-    ops = tmp_path / "vllm" / "vllm" / "attention" / "ops"
-    ops.mkdir(parents=True)
-    (ops / "one.py").write_text("")
+    made(tmp_path / "vllm", one="")
     return find_source(tmp_path / "vllm")
 
 
@@ -117,30 +116,14 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_a_source_without_the_kernel_is_refused(tmp_path: Path, capsys) -> None:
     """A checkout without csrc: exit code 2 and one line."""
-    ops = tmp_path / "vllm" / "attention" / "ops"
-    ops.mkdir(parents=True)
-    (ops / "one.py").write_text("")
+    made(tmp_path, one="")
     source = find_source(tmp_path)
     assert not build.has_source(source.root)
     with pytest.raises(Unavailable, match="fetch --sdist"):
         build.adapted(source.root)
-    code = main(
-        [
-            "run",
-            "--backend",
-            "rocm",
-            "--source",
-            str(tmp_path),
-            "--query-lens",
-            "1",
-            "--ctx-lens",
-            "3",
-        ]
-    )
-    error_text = capsys.readouterr().err
-    assert code == 2
-    assert "does not contain csrc/rocm's attention" in error_text
-    assert error_text.count("\n") == 1
+    words = ["run", "--backend", "rocm", "--source", str(tmp_path)]
+    line = error_line(capsys, [*words, "--query-lens", "1", "--ctx-lens", "3"])
+    assert "does not contain csrc/rocm's attention" in line
 
 
 def test_a_platform_that_is_not_emulated_is_refused() -> None:

@@ -169,7 +169,6 @@ def test_a_lab_reports_what_a_watched_kernel_read() -> None:
         backend="rocm", trace_reads=True, fill="context_only", query_lens=(1,), ctx_lens=(20,)
     )
     result = Lab(source=source.path).run(case)
-    assert result.memory is not None
     assert result.memory.total("own unwritten") == 2
     memory = result.to_dict(3)["memory"]
     assert memory["slots"][0]["counts"]["own unwritten"] == 1

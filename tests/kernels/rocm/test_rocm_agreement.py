@@ -215,12 +215,6 @@ def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
     assert not all(same_bits(raced[0], output) for output in raced[1:])
 
 
-# Known facts about the kernel, checked on its own source.
-
-
-# The lab.
-
-
 def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
     """Backend rocm: decode rows from the source, prefill rows from the model; the text names both."""
     lab = Lab(source=rocm.path)
@@ -277,41 +271,6 @@ def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
 
 
 # Known facts about the ROCm kernel, checked on its source.
-
-
-def test_int64_decodes_write_row_0_alone_with_another_sequences_cache(rocm: Source) -> None:
-    """Eight decodes with int64 query_start_loc [0 … 8]: row 0 is query 0 over the cache of sequence 1."""
-    case = hostile(
-        query_lens=(1,) * 8,
-        ctx_lens=tuple(range(30, 38)),
-        query_start_loc_dtype="int64",
-        empty_slots="zeros",
-        release=rocm.rules,
-        sm_scale=0.125,
-    )
-    call = real(case, rocm)
-    written = ~call.output.isnan().flatten(1).any(1)
-    assert written.tolist() == [True] + [False] * 7
-    batch = make_batch(case)
-    first, second = batch.kv_start_loc[1], batch.kv_start_loc[2]
-    key, value = (
-        t[first:second].double().repeat_interleave(2, 1) for t in (batch.key, batch.value)
-    )
-    weights = torch.einsum("hd,thd->ht", call.query[0].double(), key).mul(0.125).softmax(1)
-    expected = torch.einsum("ht,thd->hd", weights, value)
-    assert (
-        call.output[0].double() - expected
-    ).abs().max() < 5e-3  # rounding; another cache: above 0.5
-
-
-def test_the_seed_batch_as_int64_writes_nothing(rocm: Source) -> None:
-    """Prefills before a decode, read as int32 pairs: no neighbours differ by 1, so no row is written."""
-    case = hostile(
-        query_lens=(5, 3, 1), ctx_lens=(4, 6, 20), query_start_loc_dtype="int64", release=rocm.rules
-    )
-    assert real(case, rocm).output.isnan().all()
-    fixed = case.replace(query_start_loc_dtype="int32", empty_slots="zeros")
-    assert real(fixed, rocm).output.isnan().flatten(1).all(1).tolist() == [True] * 8 + [False]
 
 
 @pytest.mark.parametrize(

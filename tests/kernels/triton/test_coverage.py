@@ -1,18 +1,13 @@
 """Coverage of interpreted kernels: each statement and each outcome of a branch, and nothing else changes."""
 
 import ast
-from importlib.util import find_spec
 
-import pytest
 import torch
+from helpers.sources import needs_triton
 
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.coverage import Marker, is_measuring, mark_functions, marks, measuring
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="the interpreter needs the triton extra"
-)
 
 TEXT = '''
 def outcomes(count, flag):

@@ -237,8 +237,6 @@ def test_copies_of_a_process_do_not_share_what_a_probe_records() -> None:
 
 
 if find_spec("triton") is not None:
-    triton = interpreter.interpreted_triton()
-    tl = triton.language
 
     @triton.jit
     def endless(out, STEP: tl.constexpr):

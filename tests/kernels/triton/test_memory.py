@@ -8,13 +8,14 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from helpers.sources import needs_triton
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.triton import interpreter, patches, run_log
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import Memory, RunLog, numbers_outside, other_outside
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
+pytestmark = needs_triton
 if find_spec("triton") is not None:
     triton = interpreter.interpreted_triton()
     from triton.runtime import interpreter as stock
@@ -87,6 +88,32 @@ if find_spec("triton") is not None:
     def exchanged(data, out, shift, SIZE: tl.constexpr):
         tl.atomic_cas(data, 0, 1)
 
+    @triton.jit
+    def copy(source, target, count, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        tl.store(target + at, tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
+
+    @triton.jit
+    def encode(source, target, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        tl.store(target + at, tl.load(source + at))
+
+    @triton.jit
+    def product(index, stride, target):
+        tl.store(target, tl.load(index) * stride)
+
+    @triton.jit
+    def wide_product(index, stride: tl.int64, target):
+        tl.store(target, tl.load(index) * stride)
+
+
+def launched(kernel, *args, programs: int = 1, **sizes) -> RunLog:
+    """Run programs of a kernel; return what was observed."""
+    plan = LaunchPlan()
+    with launching(plan):
+        kernel[(programs,)](*args, **sizes)
+    return plan.observed
+
 
 def guarded() -> tuple[np.ndarray, torch.Tensor]:
     """Return an array of 64 numbers 7, and a tensor of 8 of them whose memory is the middle."""
@@ -99,45 +126,40 @@ def guarded() -> tuple[np.ndarray, torch.Tensor]:
 def test_nothing_outside_is_written(name: str, shift: int) -> None:
     """With and without masks, by elements that are partly inside, by atomics and by block pointers."""
     around, data = guarded()
-    out, plan = torch.zeros(8, dtype=torch.int32), LaunchPlan()
-    with launching(plan):
-        globals()[name][(1,)](data, out, shift, SIZE=8)
-    outside = np.delete(around, slice(28, 36))
-    assert (outside == 7).all()
-    assert plan.observed.outside or (name, shift) in {("masked", -1), ("wide", 1), ("wide", 6)}
+    out = torch.zeros(8, dtype=torch.int32)
+    log = launched(globals()[name], data, out, shift, SIZE=8)
+    assert (np.delete(around, slice(28, 36)) == 7).all()
+    assert log.outside or (name, shift) in {("masked", -1), ("wide", 1), ("wide", 6)}
 
 
 def test_an_element_that_is_partly_inside_is_outside() -> None:
     """The last 4 bytes of a tensor are no int64, and the access says how much of it is outside."""
     around, data = guarded()
-    plan, out = LaunchPlan(), torch.zeros(8, dtype=torch.int32)
-    with launching(plan):
-        wide[(1,)](data, out, 7, SIZE=8)
+    log = launched(wide, data, torch.zeros(8, dtype=torch.int32), 7, SIZE=8)
     assert (around == 7).all()
-    texts = [one.text() for one in plan.observed.outside.values()]
+    texts = [one.text() for one in log.outside.values()]
     assert any("8 bytes, 4 of them after the end of data" in text for text in texts), texts
 
 
 def test_tensors_in_a_tuple_are_inside() -> None:
     """They have names of their own, and nothing is reported about them."""
-    plan, out = LaunchPlan(), torch.zeros(4)
-    with launching(plan):
-        sums[(1,)]((torch.ones(4), torch.full((4,), 2.0)), out, SIZE=4)
+    out = torch.zeros(4)
+    log = launched(sums, (torch.ones(4), torch.full((4,), 2.0)), out, SIZE=4)
     assert out.tolist() == [3.0] * 4
-    assert not plan.observed.outside
+    assert not log.outside
 
 
 def test_what_cannot_be_contained_is_refused() -> None:
     """It is not run: no verdict about the kernel."""
     _, data = guarded()
-    with launching(LaunchPlan()), pytest.raises(Unavailable, match="atomic_cas"):
-        exchanged[(1,)](data, data, 0, SIZE=8)
+    with pytest.raises(Unavailable, match="atomic_cas"):
+        launched(exchanged, data, data, 0, SIZE=8)
 
 
 def test_the_size_of_what_is_stored_is_that_of_an_element(monkeypatch) -> None:
     """Triton copies as many bytes as the value has: one with the wrong NumPy dtype would write too many."""
     around, data = guarded()
-    plan, before = LaunchPlan(), stock.InterpreterBuilder.create_make_range
+    before = stock.InterpreterBuilder.create_make_range
 
     def too_wide(self, *given):
         found = before(self, *given)
@@ -145,8 +167,7 @@ def test_the_size_of_what_is_stored_is_that_of_an_element(monkeypatch) -> None:
         return found
 
     monkeypatch.setattr(stock.InterpreterBuilder, "create_make_range", too_wide)
-    with launching(plan):
-        shifted[(1,)](data, torch.zeros(8, dtype=torch.int32), 0, SIZE=8)
+    launched(shifted, data, torch.zeros(8, dtype=torch.int32), 0, SIZE=8)
     assert around[28:36].tolist() == list(range(8))
     assert (np.delete(around, slice(28, 36)) == 7).all()
 
@@ -156,11 +177,8 @@ def test_an_error_of_the_lab_is_not_the_kernels(monkeypatch) -> None:
 
     monkeypatch.setattr(run_log, "bisect_right", None)
     out = torch.zeros(8, dtype=torch.int32)
-    with (
-        launching(LaunchPlan()),
-        pytest.raises(Unavailable, match=r"attnlab's own interpreter failed at run_log\.py:\d+: "),
-    ):
-        shifted[(1,)](out, out, 0, SIZE=8)
+    with pytest.raises(Unavailable, match=r"attnlab's own interpreter failed at run_log\.py:\d+: "):
+        launched(shifted, out, out, 0, SIZE=8)
 
 
 def test_what_triton_cannot_interpret_is_named(monkeypatch, no_records) -> None:
@@ -169,20 +187,15 @@ def test_what_triton_cannot_interpret_is_named(monkeypatch, no_records) -> None:
 
     monkeypatch.delattr(stock.InterpreterBuilder, "create_make_range")
     out = torch.zeros(8, dtype=torch.int32)
-    with (
-        launching(LaunchPlan()),
-        pytest.raises(
-            Unavailable, match=f"the interpreter of Triton {__version__} cannot run this kernel: "
-        ),
-    ):
-        shifted[(1,)](out, out, 0, SIZE=8)
+    words = f"the interpreter of Triton {__version__} cannot run this kernel: "
+    with pytest.raises(Unavailable, match=words):
+        launched(shifted, out, out, 0, SIZE=8)
 
 
 def test_block_pointers_move_and_check_the_dimensions_that_they_are_asked_to() -> None:
     """A matrix of 3 × 5 in tiles of 2 × 4. What is outside a checked dimension is 0."""
     data, out = torch.arange(1, 16), torch.full((3, 2, 4), -1)
-    with launching(LaunchPlan()):
-        moved[(1,)](data, out)
+    launched(moved, data, out)
     rows = data.view(3, 5)
     assert out[0].tolist() == [rows[0, 1:].tolist(), rows[1, 1:].tolist()]
     assert out[1].tolist() == [[*rows[2, 3:].tolist(), 0, 0], [0, 0, 0, 0]]
@@ -191,8 +204,7 @@ def test_block_pointers_move_and_check_the_dimensions_that_they_are_asked_to() -
 
 def test_each_program_has_block_pointers_of_its_own() -> None:
     data, out = torch.arange(1, 16), torch.full((3, 8), -1)
-    with launching(LaunchPlan()):
-        columns[(3,)](data, out, 1)
+    launched(columns, data, out, 1, programs=3)
     assert out[:, :6].tolist() == [[*row, 0] for row in data.view(3, 5).tolist()]
 
 
@@ -212,11 +224,8 @@ def test_a_function_that_triton_has_no_more_is_named(monkeypatch) -> None:
     monkeypatch.setattr(patches, "patch_block_pointers", lambda interpreter, scope: None)
     monkeypatch.setattr(patches, "_KEPT", {})
     _, data = guarded()
-    with (
-        launching(LaunchPlan()),
-        pytest.raises(Unavailable, match="Block pointers have been removed"),
-    ):
-        blocks[(1,)](data, data, 0, SIZE=8)
+    with pytest.raises(Unavailable, match="Block pointers have been removed"):
+        launched(blocks, data, data, 0, SIZE=8)
 
 
 # FP8 conversion, int32 overflow and out-of-bounds accesses under the interpreter.
@@ -229,97 +238,59 @@ FP8 = {
 }
 
 
-@pytest.fixture
-def triton():
-    """Provide the lab's interpreted Triton."""
-    return interpreter.interpreted_triton()
-
-
-def kernels(triton):
-    """Return kernels of one line each."""
-    tl = triton.language
-
-    @triton.jit
-    def copy(source, target, count, SIZE: tl.constexpr):
-        at = tl.arange(0, SIZE)
-        tl.store(target + at, tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
-
-    @triton.jit
-    def encode(source, target, SIZE: tl.constexpr):
-        at = tl.arange(0, SIZE)
-        tl.store(target + at, tl.load(source + at))
-
-    @triton.jit
-    def product(index, stride, target):
-        tl.store(target, tl.load(index) * stride)
-
-    @triton.jit
-    def wide(index, stride: tl.int64, target):
-        tl.store(target, tl.load(index) * stride)
-
-    copy.fn.__globals__["tl"] = tl
-    return {"copy": copy, "encode": encode, "product": product, "wide": wide}
-
-
 @pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
-def test_every_fp8_byte_is_decoded(triton, dtype):
+def test_every_fp8_byte_is_decoded(dtype):
     """All 256 bytes decode as in torch, NaN and infinity included."""
     source = torch.arange(256, dtype=torch.uint8).view(dtype)
     target = torch.empty(256)
-    kernels(triton)["copy"][(1,)](source, target, 256, SIZE=256)
+    copy[(1,)](source, target, 256, SIZE=256)
     torch.testing.assert_close(target, source.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
-def test_fp8_is_rounded_to_nearest_even_and_saturated(triton, dtype):
+def test_fp8_is_rounded_to_nearest_even_and_saturated(dtype):
     """15.9 becomes 16, not 8; ties round to even; out of range becomes the largest value."""
     limit = torch.finfo(dtype).max
     values = torch.cat([torch.linspace(-20, 20, 1000), torch.tensor([15.9, 1e6, -1e6, 2.0**-9])])
     values = torch.nn.functional.pad(values, (0, 1024 - len(values)))
     target = torch.empty(1024, dtype=dtype)
-    kernels(triton)["encode"][(1,)](values, target, SIZE=1024)
+    encode[(1,)](values, target, SIZE=1024)
     expected = values.clamp(-limit, limit).to(dtype)
     assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
     assert float(target[1000]) == 16.0
 
 
-def test_an_int32_product_that_wraps_is_told(triton):
+def test_an_int32_product_that_wraps_is_told():
     """An overflow of int32 × int32 is recorded with its line; a tl.int64 stride records none."""
     index, target = torch.tensor([70000], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    plan = LaunchPlan()
-    with launching(plan):
-        kernels(triton)["product"][(1,)](index, 65536, target)
-    (wrap,) = plan.observed.wraps.values()
+    (wrap,) = launched(product, index, 65536, target).wraps.values()
     assert (wrap.left, wrap.right) == (70000, 65536)
     assert wrap.file == __file__
     assert "70000 × 65536 = 4587520000" in wrap.text()
     assert int(target) == 70000 * 65536 - 2**32
     sound = LaunchPlan()
     with launching(sound):
-        kernels(triton)["wide"][(1,)](index, 65536, target)
-        kernels(triton)["product"][(1,)](index, 3, target)
+        wide_product[(1,)](index, 65536, target)
+        product[(1,)](index, 3, target)
     assert not sound.observed.wraps
-    assert [launch.text() for launch in sound.observed.launches] == ["wide[1]", "product[1]"]
+    assert [launch.text() for launch in sound.observed.launches] == [
+        "wide_product[1]",
+        "product[1]",
+    ]
 
 
-def test_a_read_outside_is_masked_and_told(triton):
+def test_a_read_outside_is_masked_and_told():
     """A load past the end is recorded; lanes inside are read, lanes outside are 0."""
     memory = torch.arange(1.0, 9.0)
     target = torch.full((8,), -1.0)
-    plan = LaunchPlan()
-    with launching(plan):
-        kernels(triton)["copy"][(1,)](memory[4:], target, 8, SIZE=8)
-    (stray,) = plan.observed.outside.values()
+    (stray,) = launched(copy, memory[4:], target, 8, SIZE=8).outside.values()
     assert (stray.verb, stray.place) == ("reads", "0 bytes after the end of source")
     assert target.tolist() == [5.0, 6.0, 7.0, 8.0, 0.0, 0.0, 0.0, 0.0]
-    masked = LaunchPlan()
-    with launching(masked):
-        kernels(triton)["copy"][(1,)](memory[4:], target, 4, SIZE=8)
-    assert not masked.observed.outside
+    assert not launched(copy, memory[4:], target, 4, SIZE=8).outside
 
 
 @pytest.mark.parametrize("first", ["source", "target"])
-def test_one_tensor_is_never_read_in_place_of_another(triton, first):
+def test_one_tensor_is_never_read_in_place_of_another(first):
     """Two tensors that touch in memory: a read past the end of one, or before the other, is outside."""
     memory = bytearray(64)
     halves = [torch.frombuffer(memory, dtype=torch.float32, count=8, offset=at) for at in (0, 32)]
@@ -327,21 +298,19 @@ def test_one_tensor_is_never_read_in_place_of_another(triton, first):
     source.copy_(torch.arange(1.0, 9.0))
     found = []
     for number in (0, 7):
-        plan = LaunchPlan()
-        with launching(plan), other_outside(number):
-            kernels(triton)["copy"][(1,)](source[4:], target, 8, SIZE=8)
-        (stray,) = plan.observed.outside.values()
+        with other_outside(number):
+            (stray,) = launched(copy, source[4:], target, 8, SIZE=8).outside.values()
         assert stray.place == "0 bytes after the end of source"
         found.append(target.tolist())
     assert found == [[5.0, 6.0, 7.0, 8.0, *[number] * 4] for number in (0, 7)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_the_numbers_outside_depend_on_the_address_alone(triton, dtype):
+def test_the_numbers_outside_depend_on_the_address_alone(dtype):
     """Numbers_outside states those that a kernel loads, in elements from the start of the tensor's memory."""
     source, target = torch.ones(8, dtype=dtype), torch.zeros(64, dtype=dtype)
-    with launching(LaunchPlan()), other_outside():
-        kernels(triton)["copy"][(1,)](source, target, 64, SIZE=64)
+    with other_outside():
+        launched(copy, source, target, 64, SIZE=64)
         expected = numbers_outside(torch.arange(8, 64), dtype)
     assert torch.equal(target[8:], expected)
     assert set(expected.tolist()) == set(range(56, 64))
@@ -361,13 +330,10 @@ def test_addresses_depend_on_the_order_of_the_tensors_alone():
         assert (address.tolist(), mask.tolist(), stray) == (own.tolist(), [True], "")
 
 
-def test_a_write_outside_is_masked_and_told(triton):
+def test_a_write_outside_is_masked_and_told():
     """The 8th element of a tensor of 7 is not written."""
     target = torch.full((7,), -1.0)
-    plan = LaunchPlan()
-    with launching(plan):
-        kernels(triton)["copy"][(1,)](torch.arange(8.0), target, 8, SIZE=8)
-    (stray,) = plan.observed.outside.values()
+    (stray,) = launched(copy, torch.arange(8.0), target, 8, SIZE=8).outside.values()
     assert stray.verb == "writes"
     assert target.tolist() == list(range(7))
 

@@ -128,8 +128,7 @@ def test_names_that_share_most_parts_come_first():
 
 
 def test_an_edit_of_a_short_text_is_moved_to_the_whole_one():
-    body = "if d:\n    a = q + 1\nelse:\n    a = q + 22\nb = a < n\nc = a < n"
-    text = kernel(body)
+    text = kernel("if d:\n    a = q + 1\nelse:\n    a = q + 22\nb = a < n\nc = a < n")
     short = without_unused(text, {1, 2, 3, 6, 7})
     found = edits(short, {6, 7}, 1, text) + edits(short, {6, 7}, 2, text)
     assert any(edit.more for edit in found)

@@ -8,7 +8,6 @@ from helpers.encoder_cases import random_encoder_case
 from helpers.sources import needs_triton, of_release
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import ENCODER
 from attnlab.checker.hostile import hostile_cases
@@ -80,23 +79,3 @@ def test_a_window_of_one_token_is_lost():
     within = bound(case)
     assert not agrees(modelled(case).output, output, within)
     assert agrees(modelled(case.replace(sliding_window=0)).output, output, within)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"ctx_lens": (1,)}, "ctx_lens"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ({"alibi": True}, "alibi"),
-        ({"release": "0.11.2"}, "release"),
-        ({"freed": "empty", "sliding_window": 4}, "freed"),
-        ({"mask": "tree"}, "mask"),
-        ({"backend": "rocm"}, "backend"),
-    ],
-)
-def test_impossible_combinations(fields, field):
-    good = {"op": ENCODER, "query_lens": (3,), "ctx_lens": (0,)}
-    Case(**good)
-    with pytest.raises(InvalidCase) as caught:
-        Case(**{**good, **fields})
-    assert caught.value.field == field

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.faulty_labs import FaultyLab
+from helpers.plugins import planted
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import EXAMPLE, TRITON
 from helpers.upstream import script_outcome, written
@@ -20,6 +21,7 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.checker import plan
 from attnlab.checker import report as library
 from attnlab.checker.case_check import check_case
+from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.diagnosis.address_rules import memory_of
 from attnlab.diagnosis.lines import locatable_case
@@ -102,46 +104,37 @@ def test_what_wraps_is_found(source: Source) -> None:
             assert "triton_decode_attention.py" in found["int32_wrap"].evidence
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
-    """The example without a copy of the cache is correct; without its cast to int64 it is not."""
-    text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
-    text += "\nmy_attention.large_caches = True\n"
-    if not wide:
-        assert "first // BLOCK).to(tl.int64)" in text
-        text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
-    file = tmp_path / "kernel.py"
-    file.write_text(text)
-    backend = find_backend(f"{file}:my_attention")
-    found = {one.kind for one in check_case(Lab(), backend, far_case(backend, "unified_attention"))}
-    assert ({"int32_wrap", "wrong_output"} <= found) == (not wide)
-    assert wide == (not found)
+def found_in(folder: Path, *changes: tuple[str, str]) -> dict[str, Finding]:
+    """Check the example with changes, without a copy of the cache; return a finding of each kind."""
+    text = f"{TRITON}\nmy_attention.large_caches = True\n"
+    least = ("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
+    for old, new in (least, *changes):
+        assert old in text
+        text = text.replace(old, new)
+    backend = planted(folder, text)
+    case = far_case(backend, "unified_attention")
+    return {one.kind: one for one in check_case(Lab(), backend, case)}
+
+
+NARROW = ("first // BLOCK).to(tl.int64)", "first // BLOCK)")
+
+
+def test_a_planted_int32_offset_is_found(tmp_path: Path) -> None:
+    """The example is correct; without its cast to int64 it is not."""
+    assert not found_in(tmp_path)
+    assert {"int32_wrap", "wrong_output"} <= found_in(tmp_path, NARROW).keys()
 
 
 def test_an_int32_offset_is_named_if_empty_slots_leak_too(tmp_path: Path) -> None:
     """The same Case with small block numbers is right only without NaN in the empty slots."""
-    text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
-    text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
-    text = text.replace("value + at, mask=both,", "value + at, mask=d[None, :] < DIM,")
-    file = tmp_path / "kernel.py"
-    file.write_text(f"{text}\nmy_attention.large_caches = True\n")
-    backend = find_backend(f"{file}:my_attention")
-    found = check_case(Lab(), backend, far_case(backend, "unified_attention"))
-    (wrong,) = (one for one in found if one.kind == "wrong_output")
+    leak = ("value + at, mask=both,", "value + at, mask=d[None, :] < DIM,")
+    wrong = found_in(tmp_path, NARROW, leak)["wrong_output"]
     assert wrong.diagnosis == "block offset beyond 2^31 elements"
 
 
 def test_a_fault_beside_an_int32_offset_is_that_of_small_block_numbers(tmp_path: Path) -> None:
     """An output with both faults may fit the name of a third one."""
-    text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
-    text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
-    assert "tl.exp(" in text
-    file = tmp_path / "kernel.py"
-    changed = text.replace("tl.exp(", "tl.exp2(")
-    file.write_text(f"{changed}\nmy_attention.large_caches = True\n")
-    backend = find_backend(f"{file}:my_attention")
-    found = check_case(Lab(), backend, far_case(backend, "unified_attention"))
-    (wrong,) = (one for one in found if one.kind == "wrong_output")
+    wrong = found_in(tmp_path, NARROW, ("tl.exp(", "tl.exp2("))["wrong_output"]
     assert wrong.case.first_block == 0
     assert wrong.diagnosis == "exp2_for_exp"
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.cases import refused
 from helpers.panels import SMALL
 
 from attnlab.case.declaration import FIELDS, OpName, field_type
@@ -108,18 +109,16 @@ def test_every_field_is_in_one_group() -> None:
 
 
 def test_an_unknown_field_is_rejected() -> None:
-    with pytest.raises(InvalidCase) as error:
+    with refused("stages"):
         check_knobs(["stage", "stages"])
-    assert error.value.field == "stages"
 
 
 @pytest.mark.parametrize("text", ["1e9", "19x", "", "4.0"])
 def test_a_text_that_is_no_integer_is_rejected(text: str) -> None:
     control = Control("num_heads", lambda name: None)
     control.input.value = text
-    with pytest.raises(InvalidCase) as error:
+    with refused("num_heads"):
         control.read()
-    assert error.value.field == "num_heads"
 
 
 def test_a_tooltip_keeps_names_as_they_are() -> None:
@@ -187,9 +186,8 @@ def test_a_contradiction_is_explained_at_its_control() -> None:
     assert view.is_stale
     assert view.pictures["error"].stale
     assert view.pictures["error"].png == before
-    with pytest.raises(InvalidCase) as error:
+    with refused("num_queries_per_kv"):
         view.show()
-    assert error.value.field == "num_queries_per_kv"
     wrong.input.value = "2"
     assert view.wait(30)
     assert not view.is_stale
@@ -232,7 +230,5 @@ def test_a_text_that_cannot_be_parsed_is_explained() -> None:
 
 def test_the_last_change_is_at_fault_if_the_error_names_no_field() -> None:
     """seq_lens is not a field; max_blocks_per_seq made the block table too short."""
-    draft = Draft.of(SMALL).with_value("max_blocks_per_seq", 1)
-    problem = draft.problem()
-    assert problem is not None
+    problem = Draft.of(SMALL).with_value("max_blocks_per_seq", 1).problem()
     assert problem.field == "max_blocks_per_seq"

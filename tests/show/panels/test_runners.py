@@ -41,7 +41,6 @@ def test_a_kernel_of_a_cell_runs_again_when_the_cell_does(notebook: types.Module
     run_cell(notebook, RIGHT, WRONG)
     view.follow_cells()
     assert view.wait(60)
-    assert view.result is not None
     assert view.result.status == "mismatch"
     assert view.pictures["error"].png != right
     again = view.result
@@ -54,10 +53,7 @@ def test_two_runners_are_compared(notebook: types.ModuleType) -> None:
     run_cell(notebook, RIGHT, WRONG)
     view = explorer(kernel=notebook.paged_attention, against="model")
     assert view.show().status == "mismatch"
-    assert view.data is not None
-    assert view.data.other is not None
     assert view.data.other.result.status == "match"
-    assert view.data.difference is not None
     assert view.data.difference.mismatched > 0
     assert all(view.pictures[name].png for name in ("error", "other", "difference"))
     assert "differ beyond rounding" in view.texts["against"].value
@@ -80,7 +76,6 @@ def test_a_saved_call_is_explored(notebook: types.ModuleType, tmp_path: Path) ->
     call.save(tmp_path / "call.safetensors")
     view = explorer(tmp_path / "call.safetensors")
     assert view.show().status == "match"
-    assert view.result is not None
     assert torch.equal(view.result.call.query, call.query)
     run_cell(notebook, RIGHT, WRONG)
     view = explorer(call, kernel=notebook.paged_attention, against="model")
@@ -91,8 +86,7 @@ def test_a_saved_call_is_explored(notebook: types.ModuleType, tmp_path: Path) ->
 
 def again(view: Panel, module: types.ModuleType, **names: object) -> Panel:
     """Run the cell that an explorer shows as code, in a notebook, and return its explorer."""
-    text = view.case_text.texts["code"].value
-    before, _, last = text.rpartition("\n")
+    before, _, last = view.case_text.texts["code"].value.rpartition("\n")
     return eval(last, module.__dict__ | names | _ran(before, module.__dict__ | names))  # type: ignore[no-any-return]
 
 

@@ -198,8 +198,7 @@ def test_no_label_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Axes, "legend", noted)
     monkeypatch.setitem(matplotlib.rcParams, "font.size", 10.5)  # as in the notebooks of the study
-    view = panel(case, knobs=("stage",), views=("error",))
-    assert view.wait(30)
+    assert panel(case, knobs=("stage",), views=("error",)).wait(30)
     width, height = figures[-1].bbox.size
     labels = [
         label.get_window_extent()
@@ -412,5 +411,4 @@ def test_only_the_frames_used_last_are_kept() -> None:
     frames = Frames()
     for key in range(12):
         frames.render(of_bars([1], key), NOTHING)
-    kept = [key[-1] for key in frames._frames]
-    assert kept == list(range(4, 12))
+    assert [key[-1] for key in frames._frames] == list(range(4, 12))

@@ -89,8 +89,7 @@ def test_the_title_counts_wrong_elements(lost):
 
 def test_sequence_errors_and_nan():
     ax = plot_seq_error({"a": [1e-3, float("nan")], "b": [0.0, 2.0]}, LENGTHS, atol=1e-2)
-    series = [line.get_xydata().tolist() for line in ax.lines]
-    (a, a_nan, b, b_nan, atol) = series
+    (a, a_nan, b, b_nan, atol) = [line.get_xydata().tolist() for line in ax.lines]
     assert [y for _, y in a] == [1e-3]
     assert [y for _, y in a_nan] == [NAN_AT]
     assert [y for _, y in b] == [1e-9, 2.0]
@@ -453,8 +452,7 @@ def test_columns_hold_every_weight_once(found):
 def test_plot_weights(found, which):
     columns = key_columns(found)
     ax = plot_weights(columns, which=which)
-    drawn = drawn_columns(ax)
-    assert np.allclose(drawn, getattr(columns, which).numpy(), atol=2e-6)
+    assert np.allclose(drawn_columns(ax), getattr(columns, which).numpy(), atol=2e-6)
     edges = {float(line.get_xdata()[0]) for line in ax.lines}
     assert columns.context - 0.5 in edges
     assert columns.positions - 0.5 in edges
@@ -478,8 +476,7 @@ def test_plot_law(found):
 
 
 def test_plot_of_an_xray_is_the_difference(found):
-    ax = attnlab.plot(found)
-    assert np.allclose(drawn_columns(ax), key_columns(found).difference)
+    assert np.allclose(drawn_columns(attnlab.plot(found)), key_columns(found).difference)
 
 
 def test_unreadable_rows_draw_their_own_blocks_only() -> None:

@@ -349,24 +349,35 @@ def test_a_decoded_error_shows_all_its_sentences(nouns: dict[str, Shown]) -> Non
         assert squeezed(sentence) in Page(html(decoded)).text
 
 
-def test_results_show_verdicts_messages_and_changes(nouns: dict[str, Shown]) -> None:
-    rows = Page(html(nouns["attnlab.reports.notebook_result.Results"])).rows
-    assert ["", "✗ rows", "1", "2"] in rows
-    assert ["", "1 verdict <differs>", "", ""] in rows
-    assert ["01-x", "rows", "broken", "1", "2"] in rows
-
-
-def test_an_error_map_has_a_row_for_each_sequence(nouns: dict[str, Shown]) -> None:
-    rows = Page(html(nouns["attnlab.lab.result.ErrorMap"])).rows
-    assert ["0", "40", "33", "0", "0"] in [row[:5] for row in rows]
-    assert ["1", "65", "1", "1", "512"] in [row[:5] for row in rows]
-
-
-def test_a_call_has_shapes_dtypes_strides_and_small_contents(nouns: dict[str, Shown]) -> None:
-    rows = Page(html(nouns["attnlab.tensors.call.KernelCall"])).rows
-    assert ["query_start_loc", "3", "int64", "1", "0, 33, 34"] in rows
-    assert ["key_cache", "6 × 4 × 16 × 32 × 8", "float16"] in [row[:3] for row in rows]
-    assert [row[0] for row in rows if row[0] == "sm_scale"] == ["sm_scale"]
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "attnlab.reports.notebook_result.Results",
+            [
+                ["", "✗ rows", "1", "2"],
+                ["", "1 verdict <differs>", "", ""],
+                ["01-x", "rows", "broken", "1", "2"],
+            ],
+        ),
+        (
+            "attnlab.lab.result.ErrorMap",
+            [["0", "40", "33", "0", "0"], ["1", "65", "1", "1", "512"]],
+        ),
+        (
+            "attnlab.tensors.call.KernelCall",
+            [
+                ["query_start_loc", "3", "int64", "1", "0, 33, 34"],
+                ["key_cache", "6 × 4 × 16 × 32 × 8", "float16"],
+                ["sm_scale"],
+            ],
+        ),
+    ],
+    ids=["results", "error map", "call"],
+)
+def test_a_table_has_these_rows(nouns: dict[str, Shown], name, expected) -> None:
+    rows = Page(html(nouns[name])).rows
+    assert all(row in [one[: len(row)] for one in rows] for row in expected)
 
 
 def test_violations_are_a_list(case: Case, lab: Lab) -> None:

@@ -1,11 +1,10 @@
 """Lockstep: the same bits, notes and reads as one program after another."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 import torch
 from helpers.cases import same_bits
+from helpers.sources import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +19,7 @@ from attnlab.kernels.triton.lockstep.operations import converted
 from attnlab.kernels.triton.probe import Probe, joined, probing, stores_of
 from attnlab.kernels.triton.run_log import Watched, numbers_outside, other_outside
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="the interpreter needs the triton extra"
-)
+pytestmark = needs_triton
 CONTROL = ("branch", "loops", "begins", "returns", "jumps", "stores", "kinds", "conditions")
 SIZED = ("branch", "loops", "returns")
 NUMBERS = torch.tensor([5, 3, 0, 8, 4, 9, 3, 12, 1, 7, 6, 2, 5], dtype=torch.int32)
@@ -205,8 +202,7 @@ def test_reads_are_those_of_each_program(kernels):
     reads = []
     for on in (False, True):
         out = torch.zeros(6, 4)
-        watched = Watched(rows=(6, 4), new=(0, 0), caches={(8, 4): (0, 1)})
-        plan = LaunchPlan(watched=watched)
+        plan = LaunchPlan(watched=Watched(rows=(6, 4), new=(0, 0), caches={(8, 4): (0, 1)}))
         with launching(plan), using_lockstep(on):
             kernels.walk[(6,)](numbers, cache, out, SIZE=4)
         assert not plan.observed.alone
