@@ -11,8 +11,10 @@ from attnlab.defects.edit import (
     TILES,
     Defect,
     Rows,
+    any_seq,
     family,
     fault,
+    given,
     has_cached,
     has_head_groups,
     has_partial_block,
@@ -38,23 +40,7 @@ def _scale(
     )
 
 
-def _has_alibi(problem: Problem) -> bool:
-    return problem.call.alibi_slopes is not None
-
-
-def _slopes_of(at: Rows, heads: torch.Tensor) -> AttentionInputs:
-    """Give the query heads the ALiBi slopes of other heads, [heads]."""
-    slopes = at.call.alibi_slopes
-    return at.inputs if slopes is None else at.change(alibi_slopes=slopes[heads].double())
-
-
-def _next_heads(at: Rows) -> torch.Tensor:
-    return (at.heads + 1) % at.problem.num_heads
-
-
-def _negated(at: Rows) -> AttentionInputs:
-    slopes = at.inputs.alibi_slopes
-    return at.inputs if slopes is None else at.change(alibi_slopes=-slopes)
+_has_alibi, _has_softcap, _has_sinks = map(given, ("alibi_slopes", "softcap", "sinks"))
 
 
 SCORES = family(
@@ -96,7 +82,7 @@ SCORES = family(
         "alibi_sign",
         "the ALiBi bias has the wrong sign and favours distant keys",
         "meta-pytorch/attention-gym #29, meta-pytorch/attention-gym #86",
-        _negated,
+        lambda at: at.slope(lambda slopes: -slopes[at.heads]),
         _has_alibi,
     ),
     fault(
@@ -110,14 +96,14 @@ SCORES = family(
         "alibi_next_head",
         "each query head uses the ALiBi slope of the next head",
         "vllm #57614",
-        lambda at: _slopes_of(at, _next_heads(at)),
+        lambda at: at.slope(lambda slopes: slopes[at.next_heads]),
         _has_alibi,
     ),
     fault(
         "alibi_kv_head",
         "query head h uses the ALiBi slope with the index of its KV head, h // num_queries_per_kv",
         "vllm #57614",
-        lambda at: _slopes_of(at, at.kv),
+        lambda at: at.slope(lambda slopes: slopes[at.kv]),
         *(_has_alibi, has_head_groups),
     ),
     fault(
@@ -136,10 +122,6 @@ SCORES = family(
 EXP_LIMIT = 88.72283  # above it, exp(x) overflows float32
 # Below it, the exp of vLLM's CPU op is 0 (csrc/cpu/cpu_arch_macros.h, vLLM 0.32.0) and 1 / exp is infinite.
 CPU_EXP_LIMIT = -125.5 * math.log(2)
-
-
-def _has_softcap(problem: Problem) -> bool:
-    return problem.call.softcap is not None
 
 
 def _softcap(at: Rows, wrong: Callable[[torch.Tensor, float], torch.Tensor]) -> AttentionInputs:
@@ -252,10 +234,6 @@ SOFTCAP = family(
 _SEGMENTS, _TILE = 16, 16  # of the 3d path of unified_attention, as vLLM calls it (0.11.2, 0.33.0)
 
 
-def _has_sinks(problem: Problem) -> bool:
-    return problem.call.sinks is not None
-
-
 def splits(problem: Problem, seq: int) -> int:
     """Return into how many parts a sequence is split, each with its own softmax sum, before the merge.
 
@@ -270,11 +248,6 @@ def splits(problem: Problem, seq: int) -> int:
     max_segments = _SEGMENTS if call.num_splits is None else max(1, call.num_splits)
     tiles = -(-problem.seq_len(seq) // _TILE)
     return -(-tiles // -(-tiles // max_segments))
-
-
-def _capped(at: Rows, sinks: torch.Tensor) -> torch.Tensor:
-    softcap = at.call.softcap
-    return sinks if softcap is None else softcap * (sinks / softcap).tanh()
 
 
 SINKS = family(
@@ -302,7 +275,7 @@ SINKS = family(
             lambda sinks: sinks[at.heads] + math.log(splits(at.problem, at.slice.seq))
         ),
         _has_sinks,
-        lambda problem: any(splits(problem, seq) > 1 for seq in range(problem.num_seqs)),
+        any_seq(lambda problem, seq: splits(problem, seq) > 1),
     ),
     fault(
         "sink_first_head",
@@ -315,7 +288,7 @@ SINKS = family(
         "sink_next_head",
         "each query head uses the attention sink of the next head",
         "sglang #35092",
-        lambda at: at.sink(lambda sinks: sinks[_next_heads(at)]),
+        lambda at: at.sink(lambda sinks: sinks[at.next_heads]),
         *(_has_sinks, has_several_heads),
     ),
     fault(
@@ -344,7 +317,7 @@ SINKS = family(
         "sink_capped",
         "the soft cap is also applied to the attention sink",
         "rocm-libraries #12229",
-        lambda at: at.sink(lambda sinks: _capped(at, sinks[at.heads])),
+        lambda at: at.sink(lambda sinks: capped(sinks[at.heads], at.call.softcap, False)),
         *(_has_sinks, _has_softcap),
     ),
     fault(
@@ -374,12 +347,6 @@ SINKS = family(
 
 _LN_2 = math.log(2)
 _Power = float | torch.Tensor
-
-
-def tile_index(problem: Problem, seq: int, size: int) -> torch.Tensor:
-    """Return the tile of each key of a sequence, [seq_len] int64."""
-    keys, cached = torch.arange(problem.seq_len(seq)), problem.cached_len(seq)
-    return torch.where(keys < cached, keys // size, -(-cached // size) + (keys - cached) // size)
 
 
 def part_index(problem: Problem, seq: int) -> torch.Tensor:
@@ -430,19 +397,19 @@ def _rescaled(
             total = total + terms(sums, sink, maxima[..., :1] if split else sink, part[:1])
         return terms(values, scores, own, part) / total
 
-    return at.weigh(weigh)
+    return at.change(weigh=weigh)
 
 
 def _tiles(at: Rows, size: int, values: float, sums: float) -> AttentionInputs:
-    return _rescaled(at, tile_index(at.problem, at.slice.seq, size), values, sums)
+    new = -(-at.cached // size) + (at.keys - at.cached) // size
+    return _rescaled(at, torch.where(at.keys < at.cached, at.keys // size, new), values, sums)
 
 
 def _short_part(at: Rows) -> AttentionInputs:
     """Keep the last part at its own maximum if it is shorter than the first."""
     part = part_index(at.problem, at.slice.seq)
-    lengths = part.bincount()
-    power = torch.ones(len(lengths))
-    power[-1] = 0.0 if lengths[-1] < lengths[0] else 1.0
+    power = torch.ones(int(part.max()) + 1)
+    power[-1] = 0.0 if _has_short_part(at.problem, at.slice.seq) else 1.0
     return _rescaled(at, part, power, power, split=True)
 
 
@@ -469,16 +436,15 @@ def _merged(at: Rows, weight: Callable[[torch.Tensor], torch.Tensor]) -> Attenti
         of_part = weight(sums.log() + maxima)
         return exps / sums[..., part].clamp(min=1e-300) * of_part[..., part]
 
-    return at.weigh(weigh)
+    return at.change(weigh=weigh)
 
 
-def _has_parts(problem: Problem) -> bool:
-    return any(int(part_index(problem, seq).max()) > 0 for seq in range(problem.num_seqs))
+def _has_short_part(problem: Problem, seq: int) -> bool:
+    lengths = part_index(problem, seq).bincount()
+    return len(lengths) > 1 and bool(lengths[-1] < lengths[0])
 
 
-def _has_short_part(problem: Problem) -> bool:
-    counts = [part_index(problem, seq).bincount() for seq in range(problem.num_seqs)]
-    return any(len(count) > 1 and count[-1] < count[0] for count in counts)
+_has_parts = any_seq(lambda problem, seq: int(part_index(problem, seq).max()) > 0)
 
 
 def _has_tiles(problem: Problem) -> bool:
@@ -495,7 +461,7 @@ def _twice(at: Rows, tile: tuple[str, int]) -> AttentionInputs:
 
 def _exp2(at: Rows) -> AttentionInputs:
     sinks = None if at.inputs.sinks is None else at.inputs.sinks * _LN_2
-    return at.weigh(lambda scores: softmax(scores * _LN_2, sinks))
+    return at.change(weigh=lambda scores: softmax(scores * _LN_2, sinks))
 
 
 _SIZES = {f"with tiles of {size}": size for size in TILES}
@@ -564,7 +530,7 @@ SOFTMAX = family(
         "a last part that is shorter than the others keeps its own softmax maximum in the merge",
         "flashinfer #58, vllm-project/flash-attention #176",
         _short_part,
-        _has_short_part,
+        any_seq(_has_short_part),
     ),
 )
 

@@ -13,10 +13,10 @@ from itertools import combinations
 
 import torch
 
-from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
+from attnlab.defects.edit import Defect, Rows, compute_of
 from attnlab.diagnosis.divisions import divisions
 from attnlab.kernels.triton.run_log import numbers_outside
-from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
+from attnlab.lab.problem import AttentionInputs, Problem
 from attnlab.tensors.cache import MOST_COPIED, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, strided
@@ -277,6 +277,11 @@ class AddressRule:
     text: str
     terms: tuple[Term, ...]
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Return the tensor, as a :class:`SharedRule` returns several."""
+        return (self.tensor,)
+
 
 def address_of(terms: Iterable[Term], features: Features, sizes: Mapping[str, int]) -> torch.Tensor:
     """Return addresses relative to a tensor's begin.
@@ -426,19 +431,15 @@ def address_defects(problem: Problem) -> list[Defect]:
     """Return the rules about reads that a call allows, each as a defect."""
     if not _is_modelled(problem.call):
         return []
-    memory = memory_of(problem.call)
-    found = [
-        _defect(rule)
-        for tensor, one in memory.items()
-        for rule in rules_of(
-            tensor, one, _sizes(problem.call, tensor), _of_others(problem.call, tensor)
-        )
-    ]
-    return found + [_defect(one) for one in shared_rules(memory)]
+    memory, found = memory_of(problem.call), list[Rule]()
+    for tensor, one in memory.items():
+        sizes = _sizes(problem.call, tensor)
+        found += rules_of(tensor, one, sizes, [name for name in sizes if " stride" in name])
+    return [_defect(one) for one in (*found, *shared_rules(memory))]
 
 
 def _defect(rule: Rule) -> Defect:
-    compute, is_shown = changing_inputs(_change(rule)), partial(_is_shown, rule)
+    compute, is_shown = compute_of(partial(_inputs, rule)), partial(_is_shown, rule)
     return Defect(family=FAMILY, name=rule.name, text=rule.text, compute=compute, is_shown=is_shown)
 
 
@@ -449,7 +450,7 @@ def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
     a sequence, however a kernel may divide it, in which the term has two values other than 0.
     """
     features = {feature for feature, _ in rule.terms} if isinstance(rule, AddressRule) else set()
-    of_table = isinstance(rule, AddressRule) and rule.tensor == "block_table"
+    of_table = rule.tensors == ("block_table",)
     if not of_table or not features <= {"sequence", "0", "1"} or not features:
         return True
     size = problem.call.block_size
@@ -488,93 +489,51 @@ def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
     return found | {f"output stride {i}": size for i, size in enumerate(call.buffer.stride())}
 
 
-def _of_others(call: KernelCall, tensor: str) -> list[str]:
-    """Return the names of the strides of other tensors."""
-    return [name for name in _sizes(call, tensor) if " stride" in name]
+def _inputs(rule: Rule, at: Rows) -> AttentionInputs:
+    """Return the inputs under a rule."""
+    if rule.tensors == ("query",):
+        features = row_features(at.problem, at.slice.seq, at.slice.tokens, at.heads)
+        query = _read(rule, at.call, "query", features).double()
+        return at.change(query=query.expand_as(at.inputs.query))
+    return at.change(
+        key=_keys(rule, at, at.inputs.key, "key"), value=_keys(rule, at, at.inputs.value, "value")
+    )
 
 
-def _change(rule: Rule) -> ChangeInputs:
-    """Return the change of the inputs under a rule."""
-    tensors = rule.tensors if isinstance(rule, SharedRule) else (rule.tensor,)
+def _keys(rule: Rule, at: Rows, right: torch.Tensor, name: str) -> torch.Tensor:
+    """Return keys or values, [keys, heads, head_size], under a rule; ``name``: "key" or "value".
 
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        memory = memory_of(problem.call)
-        if tensors == ("query",):
-            features = row_features(problem, row_slice.seq, row_slice.tokens, row_slice.heads)
-            one = memory["query"]
-            query = one.read(_address(rule, problem, "query", one, features))
-            return dataclasses.replace(inputs, query=query.double().expand_as(inputs.query))
-        return dataclasses.replace(
-            inputs,
-            key=_keys(rule, tensors, problem, row_slice, inputs.key, ("key_cache", "key")),
-            value=_keys(rule, tensors, problem, row_slice, inputs.value, ("value_cache", "value")),
-        )
-
-    return change
-
-
-def _keys(
-    rule: Rule,
-    tensors: tuple[str, ...],
-    problem: Problem,
-    row_slice: RowSlice,
-    right: torch.Tensor,
-    names: tuple[str, str],
-) -> torch.Tensor:
-    """Return keys or values, [keys, heads, head_size], under a rule about some tensors.
-
-    ``right``: what must be read. ``names``: the cache, and the tensor of new tokens.
+    ``right``: what must be read.
     """
-    memory, seq = memory_of(problem.call), row_slice.seq
-    cached, length = problem.cached_len(seq), problem.seq_len(seq)
-    old, new = right[:cached], right[cached:]
-    cache, arguments = names
-    if cached and cache in memory and (cache in tensors or tensors == ("block_table",)):
-        features = _features(rule, problem, row_slice, torch.arange(cached))
-        features["block"] = _blocks(rule, problem, features)
-        size = problem.call.block_size
-        features["slot"] = features["block"] * size + features["p % block_size"]
-        scale = problem.call.number("k_scale" if cache == "key_cache" else "v_scale")
-        address = _address(rule, problem, cache, memory[cache], features)
-        old = _read_cache(problem, memory[cache], address, scale).expand_as(old)
-    if length > cached and arguments in tensors and arguments in memory:
-        features = _features(rule, problem, row_slice, torch.arange(cached, length))
-        address = _address(rule, problem, arguments, memory[arguments], features)
-        new = memory[arguments].read(address).double().expand_as(new)
+    memory, cache, written = memory_of(at.call), f"{name}_cache", at.problem.written
+    old, new = right[: at.cached], right[at.cached :]
+    if len(old) and cache in memory and {cache, "block_table"} & {*rule.tensors}:
+        features = _features(rule, at, at.keys[: at.cached])
+        features["block"] = _read(rule, at.call, "block_table", features).long()
+        features["slot"] = features["block"] * at.call.block_size + features["p % block_size"]
+        stored = _read(rule, at.call, cache, features)
+        if written.is_fp8:
+            stored = written.decode(stored.contiguous()).double()
+            stored = stored * at.call.number(f"{name[0]}_scale")
+        old = stored.double().expand_as(old)
+    if len(new) and name in rule.tensors and name in memory:
+        features = _features(rule, at, at.keys[at.cached :])
+        new = _read(rule, at.call, name, features).double().expand_as(new)
     return torch.cat([old, new])
 
 
-def _features(
-    rule: Rule, problem: Problem, row_slice: RowSlice, positions: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _features(rule: Rule, at: Rows, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the features of keys, with what a shared rule takes for one of them."""
     shift = rule.shift if isinstance(rule, SharedRule) else 0
-    features = key_features(problem, row_slice.seq, positions + shift, row_slice.heads)
+    features = key_features(at.problem, at.slice.seq, positions + shift, at.heads)
     if isinstance(rule, SharedRule):
         features[rule.feature] = features[rule.instead]
     return features
 
 
-def _blocks(rule: Rule, problem: Problem, features: Features) -> torch.Tensor:
-    """Return the block of each position."""
-    table = memory_of(problem.call)["block_table"]
-    return table.read(_address(rule, problem, "block_table", table, features)).long()
-
-
-def _address(
-    rule: Rule, problem: Problem, tensor: str, memory: TensorMemory, features: Features
-) -> torch.Tensor:
-    """Return the addresses of a tensor's elements: wrong ones if the rule is about its terms."""
+def _read(rule: Rule, call: KernelCall, tensor: str, features: Features) -> torch.Tensor:
+    """Return what is read of a tensor: at wrong addresses if the rule is about its terms."""
+    memory = memory_of(call)[tensor]
     if isinstance(rule, AddressRule) and rule.tensor == tensor:
-        return address_of(rule.terms, features, _sizes(problem.call, tensor))
-    return address_of(memory.terms, features, memory.strides)
-
-
-def _read_cache(
-    problem: Problem, memory: TensorMemory, address: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Return the decoded elements of a cache at addresses."""
-    stored = memory.read(address)
-    if problem.written.is_fp8:
-        return problem.written.decode(stored.contiguous()).double() * scale
-    return stored.double()
+        return memory.read(address_of(rule.terms, features, _sizes(call, tensor)))
+    return memory.read(address_of(memory.terms, features, memory.strides))

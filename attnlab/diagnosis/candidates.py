@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from attnlab.case.shown import Document
-from attnlab.defects.edit import Defect
+from attnlab.defects.edit import Defect, Rows
 from attnlab.kernels.child_process import in_copies
 from attnlab.kernels.triton.interpreter import cores
-from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
+from attnlab.lab.problem import Predicted, Problem, RowSlice
 from attnlab.lab.reference import attend
 from attnlab.tensors.case_call import mask_of
 
@@ -121,7 +121,7 @@ def _sharpen(
         for part in sampled.split(_SHARP_HEADS):
             row_slice = RowSlice(seq=seq, tokens=tokens, heads=part)
             rows, correct = problem.rows(row_slice), problem.correct(row_slice)
-            sharp = (output[rows][:, part].double() - correct.output).abs() / correct.bound
+            sharp = (at(problem, output, row_slice).double() - correct.output).abs() / correct.bound
             sharp = sharp.nan_to_num(torch.inf, torch.inf).amax(2).float()
             ratio[rows[:, None], part] = torch.maximum(ratio[rows[:, None], part], sharp)
 
@@ -283,7 +283,7 @@ def _part(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> Cells:
         head=row_slice.heads.repeat(num_rows),
         seq=torch.full((num_rows * num_heads,), row_slice.seq),
         token=row_slice.tokens.repeat_interleave(num_heads),
-        output=output[rows][:, row_slice.heads].double().flatten(0, 1),
+        output=at(problem, output, row_slice).double().flatten(0, 1),
         correct=correct.output.flatten(0, 1),
         bound=correct.bound.flatten(0, 1),
     )
@@ -390,15 +390,14 @@ ENOUGH = 8  # independent numbers of an output that a fit must reproduce, beyond
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """Some rows and heads of one sequence.
+    """Some rows and heads of one sequence, those of ``at``.
 
     ``output``, ``correct``, ``bound``: [rows, heads, head_size] float64. ``is_wrong``: [rows, heads]
     bool, the cells to fit: wrong, finite and not zero. ``is_clear``: those of them whose error is far above
     rounding.
     """
 
-    seq: int
-    inputs: AttentionInputs
+    at: Rows
     output: torch.Tensor
     correct: torch.Tensor
     bound: torch.Tensor
@@ -412,16 +411,14 @@ def wrong_parts(
     """Return the parts of an output [num_tokens, num_heads, head_size] with a cell to fit."""
     parts = []
     for row_slice in row_slices:
-        inputs = problem.attention_inputs(row_slice)
-        right = problem.predict(inputs)
-        found = output[problem.rows(row_slice)][:, row_slice.heads].double()
+        rows = Rows(problem=problem, slice=row_slice)
+        right, found = problem.predict(rows.inputs), at(problem, output, row_slice).double()
         ratio = ratio_of(found - right.output, right.bound)
         is_wrong = ratio > 1
         is_wrong &= found.isfinite().all(2) & (found != 0).any(2) & right.output.isfinite().all(2)
         if bool(is_wrong.any()):
             part = Part(
-                seq=row_slice.seq,
-                inputs=inputs,
+                at=rows,
                 output=found,
                 correct=right.output,
                 bound=right.bound,
@@ -451,7 +448,7 @@ def is_over_determined(parts: Sequence[Part], fitted: int = 0) -> bool:
     """
     count = 0
     for part in parts:
-        numbers = (part.inputs.visible.sum(1) - 1).clamp(max=part.output.shape[2]) - fitted
+        numbers = (part.at.visible.sum(1) - 1).clamp(max=part.output.shape[2]) - fitted
         count += int((part.is_wrong.sum(1) * numbers.clamp(min=0)).sum())
     return count >= ENOUGH
 

@@ -56,6 +56,7 @@ _SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
 # What a Case must have for a defect of a family, and the change that leaves it out. Sinks are none of these:
 # a fault of the sum of the weights, right in one tile, looks there as if the sink were ignored.
 _NEEDS: dict[str, dict[str, Any]] = {"softcap": {"softcap": None}}
+_TOLD = ("query_lens", "ctx_lens", "sliding_window", "sm_scale", "k_scale", "v_scale")
 
 
 def with_second_cases(
@@ -198,16 +199,11 @@ def _verdict(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -
         if not again.diagnosis.explanations:
             return REFUTED
         found = again.diagnosis.explanations[0]
-        is_narrower = candidate.scope is not None and _degree(found) > _degree(candidate)
+        is_narrower = _has_general_scope(candidate) and not _has_general_scope(found)
         return SHOWN if found.shown and not is_narrower else ALLOWED
     if candidate.name in SLOTS_OF:  # the case may have no such slots
         return ALLOWED
     return ALLOWED if is_hidden(again.problem, candidate.defect) else REFUTED
-
-
-def _degree(candidate: Candidate) -> int:
-    """Return 1 for a defect that explains only some sequences, which were chosen by their wrong rows."""
-    return int(candidate.scope is not None and candidate.scope.rows == "sequences")
 
 
 def is_hidden(problem: Problem, defect: Defect) -> bool:
@@ -223,19 +219,8 @@ def is_hidden(problem: Problem, defect: Defect) -> bool:
 
 def _changes_text(case: Case, other: Case) -> str:
     """Return the changed fields of another case that matter to a reader."""
-    names: Iterable[str] = (
-        "query_lens",
-        "ctx_lens",
-        "sliding_window",
-        "sm_scale",
-        "k_scale",
-        "v_scale",
-    )
-    return ", ".join(
-        f"{name}={getattr(other, name)}"
-        for name in names
-        if getattr(other, name) != getattr(case, name)
-    )
+    changed = [name for name in _TOLD if getattr(other, name) != getattr(case, name)]
+    return ", ".join(f"{name}={getattr(other, name)}" for name in changed)
 
 
 # Features without which an output is right: what is stated of a fault if nothing else describes it.
@@ -502,6 +487,7 @@ def is_general(candidate: Candidate) -> bool:
 
 
 def _has_general_scope(candidate: Candidate) -> bool:
+    """Answer whether a candidate explains more than some sequences, chosen by their wrong rows."""
     return candidate.scope is not None and candidate.scope.rows != "sequences"
 
 

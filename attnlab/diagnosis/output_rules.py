@@ -1,10 +1,9 @@
 """Rules about whole outputs: rows written to wrong addresses, and parts of a merge read from wrong ones."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -249,12 +248,7 @@ _WEIGHTS_ADDED = {
 }
 
 
-class WholeRule(Hashable, Protocol):
-    """A rule that predicts a whole output."""
-
-    def predict(self, problem: Problem) -> Predicted:
-        """Return the whole output under the rule."""
-        ...
+Predict = Callable[[Problem], Predicted]  # a whole output
 
 
 def output_defects(problem: Problem) -> list[Defect]:
@@ -263,7 +257,7 @@ def output_defects(problem: Problem) -> list[Defect]:
     if call.buffer.numel() > MOST_ELEMENTS or call.spec.writes_cache:
         return []
     return [
-        Defect(family=FAMILY, name=rule.name or text, text=text, compute=computed(rule))
+        Defect(family=FAMILY, name=rule.name or text, text=text, compute=computed(rule.predict))
         for rule, text in _rules(problem)
     ]
 
@@ -284,11 +278,11 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule, str]]:
                     yield MergeRule(rule, part), text_of(part, rule.text)
 
 
-def computed(rule: WholeRule) -> Compute:
+def computed(predict: Predict) -> Compute:
     """Return the ``compute`` of a rule about whole outputs: some rows of the output."""
 
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        whole, rows = _predicted(rule, problem), problem.rows(row_slice)
+        whole, rows = _predicted(predict, problem), problem.rows(row_slice)
         return Predicted(
             output=whole.output[rows][:, row_slice.heads],
             bound=whole.bound[rows][:, row_slice.heads],
@@ -298,8 +292,8 @@ def computed(rule: WholeRule) -> Compute:
 
 
 @lru_cache(maxsize=4)
-def _predicted(rule: WholeRule, problem: Problem) -> Predicted:
-    return rule.predict(problem)
+def _predicted(predict: Predict, problem: Problem) -> Predicted:
+    return predict(problem)
 
 
 @lru_cache(maxsize=2)
@@ -411,8 +405,7 @@ def _stored(
 
 def _read(problem: Problem, values: torch.Tensor, bound: torch.Tensor) -> Iterator[str]:
     """Yield the rules under which a merge reads the log-sum-exp of a part at a wrong address."""
-    parts = partials(presented(problem.call), problem.target)
-    memory = {name: TensorMemory.of(getattr(parts, name), LSE_TERMS) for name in _LSES}
+    memory = {name: _merge_memory(problem.call, problem)[name] for name in _LSES}
     features = _features(problem)
     right = {
         name: one.read(address_of(one.terms, features, one.strides)).double()
@@ -534,7 +527,7 @@ def scratch_defects(problem: Problem) -> list[Defect]:
             family=FAMILY,
             name=f"{rule.rule.name} {rule.stored} {rule.division.text}",
             text=text,
-            compute=computed(rule),
+            compute=computed(rule.predict),
         )
         for rule, text in _scratch_rules_of(problem)
     ]

@@ -36,8 +36,8 @@ from attnlab.diagnosis.decision import (
     examine,
     examined,
     if_all_unwritten,
-    select_cause,
     status_of,
+    with_explanations,
     with_slot_kinds,
     withdraw,
 )
@@ -68,7 +68,7 @@ from attnlab.weights.facts import MOST_FACTS, weight_facts
 from attnlab.weights.fit import compare
 from attnlab.weights.measurement import Examined
 from attnlab.weights.plan import Description
-from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.setup import AttentionSetup, table_slots
 from attnlab.weights.xray import XRay, predict_case
 
 # Compare the weights that an X-ray describes with the outputs of further cases.
@@ -232,18 +232,10 @@ def _predicted(candidate: Candidate, setup: AttentionSetup) -> torch.Tensor | No
 
 def _slots(problem: Problem, setup: AttentionSetup, seq: int) -> torch.Tensor:
     """Return the slot of each position of a sequence, as the X-ray numbers them, [seq_len] int64."""
-    call, size = setup.call, setup.call.block_size
-    positions, ctx_len = (
-        torch.arange(problem.seq_len(seq)),
-        problem.seq_len(seq) - problem.query_len(seq),
-    )
-    blocks = (
-        call.block_table[seq]
-        .long()
-        .cpu()[(positions // size).clamp(max=call.block_table.shape[1] - 1)]
-    )
-    new = setup.cache_slots + problem.row_starts()[seq] + positions - ctx_len
-    return torch.where(positions < problem.cached_len(seq), blocks * size + positions % size, new)
+    cached = problem.cached_len(seq)
+    first_new = setup.cache_slots + problem.row_starts()[seq] - problem.ctx_len(seq)
+    new = first_new + torch.arange(cached, problem.seq_len(seq))
+    return torch.cat([table_slots(setup.call)[seq, :cached], new])
 
 
 # Compare a pattern with further cases: only what holds there, too, is stated as a rule.
@@ -256,7 +248,7 @@ def confirmed_claim(
 
     A claim from decodes alone is confirmed on decodes, and says so. ``processes``: as ``Kernel.processes``.
     """
-    claim = claim_of_examination(first)
+    claim, _ = claimed(first)
     if claim is None or not claim.is_rule:
         return None
     others = [*further_cases(case), *few_sequences(case)]
@@ -314,7 +306,12 @@ def _claimed_in(lab: Lab, case: Case, rerun: Rerun, other: Case) -> Claimed | No
 
 def claimed(found: Examination) -> Claimed:
     """Return what the errors of an examined output claim, and the sizes of its call."""
-    return claim_of_examination(found), sizes_of(found.problem)
+    ran, sizes = (
+        list(found.evidence.heads or range(found.problem.num_heads)),
+        sizes_of(found.problem),
+    )
+    is_wrong = found.evidence.locations.is_wrong
+    return claim_of(is_wrong, ran, sizes, found.diagnosis.pattern), sizes
 
 
 def compared(found: Claimed, claim: PatternClaim) -> tuple[PatternClaim | None, bool]:
@@ -323,13 +320,6 @@ def compared(found: Claimed, claim: PatternClaim) -> tuple[PatternClaim | None, 
     if again is None:
         return (claim if claim.predicts_none(sizes) else None), False
     return claim.common(again), True
-
-
-def claim_of_examination(found: Examination) -> PatternClaim | None:
-    """Return what the errors of an examined output claim."""
-    problem, pattern = found.problem, found.diagnosis.pattern
-    ran = list(found.evidence.heads or range(problem.num_heads))
-    return claim_of(found.evidence.locations.is_wrong, ran, sizes_of(problem), pattern)
 
 
 # Compare a Case and further ones with finite numbers and with NaN in their unwritten slots.
@@ -686,11 +676,8 @@ def _with_finite_contents(
     second = examine(lab, finite, rerun(finite), defects, first.diagnosis.pattern)
     if second.diagnosis.is_wrong:
         return second.diagnosis
-    explanations = [
-        candidate
-        for candidate in first.diagnosis.explanations
-        if is_hidden(second.problem, candidate.defect)
-    ]
+    found = first.diagnosis.explanations
+    explanations = [one for one in found if is_hidden(second.problem, one.defect)]
     left = [candidate.name for candidate in explanations]
     candidates = [
         dataclasses.replace(candidate, verdict="excluded by rerun")
@@ -698,11 +685,5 @@ def _with_finite_contents(
         else candidate
         for candidate in first.diagnosis.candidates
     ]
-    cause = select_cause(explanations)
-    return dataclasses.replace(
-        first.diagnosis,
-        status=status_of(cause, explanations, first.diagnosis.pattern),
-        cause=cause,
-        explanations=explanations,
-        candidates=candidates,
-    )
+    again = dataclasses.replace(first.diagnosis, candidates=candidates)
+    return with_explanations(again, explanations)

@@ -424,7 +424,7 @@ class Search:
             has_fitted = any(one.is_fitted for one in rules)
             predicted = plan.weights()
             traits = traits_of(setup, measured, predicted, predicted > 0)
-            law = fit_law(plan, measured, with_distance=plan.slopes is not None)
+            law = fit_law(plan, measured)
             for rule in proposals(plan, measured, traits, law):
                 if self._is_late():
                     return
