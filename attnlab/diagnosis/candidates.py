@@ -257,7 +257,8 @@ def cells_of(
             tokens = _with_neighbours(_sampled(errors.amax(1)), len(tokens))
             chosen = _with_neighbours(_sampled(errors.amax(0)), len(chosen))
         parts.append(_part(problem, output, RowSlice(seq=seq, tokens=tokens, heads=ran[chosen])))
-    return _concatenate(parts)
+    names = [one.name for one in fields(Cells)]
+    return Cells(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _sampled(errors: torch.Tensor) -> torch.Tensor:
@@ -287,11 +288,6 @@ def _part(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> Cells:
         correct=correct.output.flatten(0, 1),
         bound=correct.bound.flatten(0, 1),
     )
-
-
-def _concatenate(parts: Sequence[Cells]) -> Cells:
-    names = [one.name for one in fields(Cells)]
-    return Cells(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 # RowSample: the rows and heads of an output on which candidates are compared.
@@ -458,9 +454,7 @@ def num_cells(parts: Sequence[Part]) -> int:
     return sum(int(part.is_wrong.sum()) for part in parts)
 
 
-MAX_CHANCE = (
-    1e-9  # below this probability, a better fit of another candidate is not due to rounding
-)
+MAX_CHANCE = 1e-9  # below it, a better fit of another candidate is not due to rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -694,7 +688,8 @@ def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> dict[
             break
         leaves_much = math.isfinite(observed) and residual > MOST_LEFT * observed
         is_unlike = leaves_much or bool((in_bounds.amax(2)[rows.is_wrong] > 1).any())
-        if is_unlike or not _moves(prediction, rows):
+        moves = residuals(prediction.output, rows.right)[1].amax(2) > 1
+        if is_unlike or not bool(moves[rows.is_wrong].any()):
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
     return {
@@ -704,12 +699,6 @@ def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> dict[
         "residual": residual,
         "ratio": ratio,
     }
-
-
-def _moves(prediction: Predicted, rows: _Rows) -> bool:
-    """Answer whether a prediction is wrong where the rows are."""
-    moves = residuals(prediction.output, rows.right)[1].amax(2) > 1
-    return bool(moves[rows.is_wrong].any())
 
 
 def at(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> torch.Tensor:

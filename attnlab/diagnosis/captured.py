@@ -192,9 +192,7 @@ def _with_runner(
         if control.found is not None:
             return if_stable(alone, alone, control)
         is_wrong = examine(_on_cpu(lab), lab.case, output, (), Pattern()).diagnosis.is_wrong
-        if (
-            is_wrong and not alone.is_wrong
-        ):  # what was recorded needs no explanation: the kernel does
+        if is_wrong and not alone.is_wrong:  # what was recorded needs none: the kernel does
             own = dataclasses.replace(call, output=output)
             found = _with_runner(own, ran, runner, alone, limit, on_step)
             return dataclasses.replace(found, diagnosed=_OF_RUNNER.format(runner.version))
@@ -260,7 +258,7 @@ def _confirmed_by_calls(
             left = [one for one in left if one.name in kept]
     if alone.explanations:
         names, reason = (
-            [one.name for one in left],
+            {one.name for one in left},
             "{names} does not explain a call with other contents",
         )
         return withdraw(alone, lambda one: one.name not in names, "excluded by rerun", reason)

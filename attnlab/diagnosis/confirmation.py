@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case, Lengths
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import runs_triton
 from attnlab.case.masks import CAUSAL, MASK_DATA
@@ -75,16 +75,14 @@ def with_second_cases(
     """
     diagnosis = _with_names_true_of_outside(lab, case, rerun, diagnosis)
     has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
-    of_decodes = Counter[str]()
+    of_decodes, sizes = Counter[str](), (case.lengths, case.sliding_window)
     others = list(cases_of(case))
     for other in chain(others, (with_other_numbers(case),)):  # others may grow
         left = [one for one in diagnosis.explanations if one.name not in _SHOWN_BY_RERUNS]
-        has_same_sizes = other is None or _sizes(other) == _sizes(case)
+        has_same_sizes = other is None or (other.lengths, other.sliding_window) == sizes
         if not left or other is None or (has_same_sizes and all(cases[o.name] for o in left)):
             break
-        known = with_contents(
-            other, output_init="recycled"
-        )  # so that unwritten rows can be recognised
+        known = with_contents(other, output_init="recycled")  # unwritten rows can be recognised
         if any(one.name in SLOTS_OF for one in diagnosis.explanations):
             known = with_leaks(known, case)
         try:
@@ -96,12 +94,8 @@ def with_second_cases(
             continue
         found = {one.name: _verdict(lab, known, output, one) for one in left}
         for one in left:
-            needs = _NEEDS.get(one.defect.family)
-            if (
-                found[one.name] == REFUTED
-                and needs
-                and _has_another(lab, case, known, rerun, needs)
-            ):
+            needs = _NEEDS.get(one.defect.family) if found[one.name] == REFUTED else None
+            if needs and _has_another(lab, case, known, rerun, needs):
                 found[one.name] = ALLOWED
         shown = [name for name, verdict in found.items() if verdict == SHOWN]
         cases.update(shown)
@@ -139,10 +133,6 @@ def _with_names_true_of_outside(
         "excluded by rerun",
         "{names} does not explain a run with other numbers outside of the tensors",
     )
-
-
-def _sizes(case: Case) -> tuple[Lengths, int]:
-    return case.lengths, case.sliding_window
 
 
 def _has_another(lab: Lab, case: Case, other: Case, rerun: Rerun, changes: dict[str, Any]) -> bool:

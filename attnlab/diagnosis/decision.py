@@ -44,15 +44,9 @@ _VERDICTS = (
 )
 NEVER_WRITTEN = "rows_never_written"
 _MISREAD = "query_start_loc_as_int32"
-_OF_CONSTANTS = (
-    "scores",
-    "softmax",
-    "decoding",
-)  # families of defects that are a factor of the scores
+_OF_CONSTANTS = ("scores", "softmax", "decoding")  # families of factors of the scores
 _RIVAL = "a fitted scale"
-_FITS_BETTER = (
-    0.95  # of the squares that a constant leaves; a fitted number leaves some less by itself
-)
+_FITS_BETTER = 0.95  # of the squares that a constant leaves; a fitted number leaves some less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,6 +21,7 @@ from attnlab.diagnosis.address_rules import (
     row_features,
     rules_of,
     sizes_of,
+    terms_of,
 )
 from attnlab.diagnosis.divisions import Division, divisions
 from attnlab.kernels.model import partials
@@ -125,7 +126,7 @@ class MergeRule:
         right, shape = right_output(problem), problem.call.query.shape[:2]
         read = {}
         for name, one in _merge_memory(problem.call, problem).items():
-            is_wrong = self.rule is not None and name == self.rule.tensor
+            is_wrong = self.rule is not None and self.rule.tensors == (name,)
             terms = self.rule.terms if self.rule and is_wrong else one.terms
             address = address_of(terms, features_of_rows(problem), _sizes(problem, one))
             read[name] = one.read(address).double()
@@ -376,9 +377,7 @@ def _stored(
     That they are outside of the memory comes first: numbers do not distinguish such rules.
     """
     rows, heads = expected.shape
-    is_merge = (
-        problem.call.spec.merges
-    )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
+    is_merge = problem.call.spec.merges  # which stores [heads, rows], others [rows, heads]
     memory = TensorMemory(
         flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
         base=0,
@@ -443,8 +442,8 @@ def _features(problem: Problem) -> dict[str, torch.Tensor]:
 # merges them. The lab fills scratch memory with NaN, so an entry that was not stored gives NaN.
 
 _MOST_DIVISIONS = 2  # segments of tiles of 16 and 32, as the kernels of vLLM use
-_SCALAR_TERMS: tuple[Term, ...] = (("row", "stride 0"), ("head", "stride 1"), ("part", "stride 2"))
-_TERMS: tuple[Term, ...] = (*_SCALAR_TERMS, ("d", "stride 3"))
+_TERMS = terms_of("row", "head", "part", "d")
+_SCALAR_TERMS = _TERMS[:3]
 _OUTPUTS, _MAXIMA, _SUMS, _LOGS = (
     "outputs of the parts",
     "maxima of the parts",

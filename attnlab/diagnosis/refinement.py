@@ -157,16 +157,8 @@ def follows_from(
 
 # Families whose defects change how much each key counts, not which slot is read as that key.
 _WEIGHTS = ("masks", "softmax", "scores", "sinks", "softcap")
-_OVERFLOW = (
-    "softcap_overflows"  # it depends on the size of the scores, which an X-ray may draw anew
-)
+_OVERFLOW = "softcap_overflows"  # depends on the size of the scores, which an X-ray may draw anew
 _AGREES = 0.5  # share of the rows and heads that a name must predict
-
-
-def needs_xray(diagnosis: Diagnosis) -> bool:
-    """Answer whether an X-ray may change a diagnosis: nothing is named, or a name says how keys count."""
-    explanations = diagnosis.explanations
-    return not explanations or any(one.defect.family in _WEIGHTS for one in explanations)
 
 
 def with_xray(diagnosis: Diagnosis, found: XRay) -> Diagnosis:
@@ -254,10 +246,8 @@ def confirmed_claim(
     others = [*further_cases(case), *few_sequences(case)]
     if claim.only_decodes:
         others = [one for one in others if max(one.lengths.query_lens) <= 1]
-    more, seen = (
-        in_copies(partial(_claimed_in, lab, case, rerun), others, processes),
-        list[Claimed](),
-    )
+    more = in_copies(partial(_claimed_in, lab, case, rerun), others, processes)
+    seen = list[Claimed]()
 
     def claims() -> Iterator[Claimed]:
         yield from tuple(seen)
@@ -273,8 +263,11 @@ def confirmed_claim(
             cases += is_decisive
             if claim is None or not claim.is_rule:
                 return None
-        limit = _limit_of(claim.sequences[0]) if claim.sequences else None
-        if limit is None or _holds_at_edge(lab, case, claim, limit, rerun):
+        # the limit that a rule of sequences states, such as "with seq_len above 256"
+        limit = (
+            re.search(r" (?:above|up to) (\d+)$", claim.sequences[0]) if claim.sequences else None
+        )
+        if limit is None or _holds_at_edge(lab, case, claim, int(limit[1]), rerun):
             return claim if cases else None
         claim = dataclasses.replace(claim, sequences=claim.sequences[1:])
 
@@ -285,12 +278,6 @@ def _holds_at_edge(lab: Lab, case: Case, claim: PatternClaim, limit: int, rerun:
     found = None if other is None else _claimed_in(lab, case, rerun, other)
     left = None if found is None else compared(found, claim)[0]
     return left is not None and left.sequences[:1] == claim.sequences[:1]
-
-
-def _limit_of(rule: str) -> int | None:
-    """Return the limit that a rule of sequences states, such as "with seq_len above 256"."""
-    found = re.search(r" (?:above|up to) (\d+)$", rule)
-    return None if found is None else int(found[1])
 
 
 Claimed = tuple[PatternClaim | None, Sizes]  # by an output, and the sizes of its call
@@ -551,9 +538,8 @@ def with_reruns(
 ) -> Diagnosis:
     """Return the first diagnosis, refined by what reruns of the kernel show."""
     began = time.perf_counter()
-    diagnosis = _with_finite_contents(
-        lab, case, first, kernel.run, defects
-    )  # its cache is reused below
+    # its cache is reused below
+    diagnosis = _with_finite_contents(lab, case, first, kernel.run, defects)
     is_wrong = first.evidence.locations.is_wrong.any(1)
     dependence = find_dependence(kernel.run, case, output, is_wrong)
     diagnosis = dataclasses.replace(
@@ -615,10 +601,13 @@ def _from_the_first_block(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Ke
 def _xray_of(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> XRay | None:
     """Return an X-ray, if one may change a diagnosis and is quick; a run takes ``seconds``.
 
-    No name predicts the weights that a kernel gives to numbers of an op argument.
+    That needs no name, or one that says how keys count. No name predicts the weights that a kernel gives to
+    numbers of an op argument.
     """
-    is_named = diagnosis.explanations and case.op_argument != NONE
-    if kernel.xray is None or is_named or not needs_xray(diagnosis) or not can_xray(case, seconds):
+    names = diagnosis.explanations
+    is_about_keys = any(one.defect.family in _WEIGHTS for one in names)
+    is_open = not names or (is_about_keys and case.op_argument == NONE)
+    if kernel.xray is None or not is_open or not can_xray(case, seconds):
         return None
     with suppress(AttnLabError):  # the call is too large, or the kernel rejects coded values
         return kernel.xray(case)

@@ -37,9 +37,8 @@ from attnlab.weights.conclude import if_allowed
 _MOST_EDITS = 6  # that are compared with each other
 _MOST_S = 40.0  # processor time; edits that are not confirmed by then are no claim
 _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
-_FEWEST = (
-    10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
-)
+# Further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong.
+_FEWEST = 10
 _MOST_CASES = 100  # about as many as there can be
 _PROOFS_AT_ONCE = 16  # that are shared by all cores
 _MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few

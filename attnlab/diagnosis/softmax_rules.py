@@ -629,8 +629,7 @@ def _computed(law: SoftmaxLaw, division: Division) -> Compute:
             )
         if not bool(is_empty.any()):
             return predicted
-        return dataclasses.replace(
-            predicted, sees_nothing=is_empty
-        )  # 0, or the quotient of 0 and 0
+        # such a row is 0, or the quotient of 0 and 0
+        return dataclasses.replace(predicted, sees_nothing=is_empty)
 
     return compute

@@ -239,11 +239,6 @@ class Lanes:
         return len(self.of) == self.count
 
 
-def single_lanes(call: KernelCall, slots: int, device: torch.device | str = "cpu") -> Lanes:
-    """Return one lane for every slot."""
-    return Lanes(of=torch.arange(slots, device=device), cached=cache_slots(call), count=slots)
-
-
 def shared_lanes(call: KernelCall, owners: SlotOwners) -> Lanes:
     """Return one lane for every position in the cache, and one for every new token of a sequence.
 

@@ -50,14 +50,14 @@ from attnlab.weights.measurement import (
 )
 from attnlab.weights.plan import Constant, Description, Plan, Rule, numbers, right_plan
 from attnlab.weights.rules import Gain, HeadFactors, KeyHead, Power, ScoreFactor, TileTimes
-from attnlab.weights.search import MAX_RULES, Found, describe
+from attnlab.weights.search import MAX_RULES, Found, Search
 from attnlab.weights.setup import (
     AttentionSetup,
     check_readable,
     device_for,
     moved,
     near_slots,
-    with_value_scales,
+    value_scales,
 )
 from attnlab.weights.xray import ValueFaults, XRay, predicts_values, value_faults
 
@@ -220,9 +220,8 @@ def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:
 
 # How often an X-ray runs the kernel.
 
-_FURTHER = (
-    5  # with random values, and where a row may be unwritten or a value come from another head
-)
+# With random values, and where a row may be unwritten or a value come from another head.
+_FURTHER = 5
 
 
 def most_runs(case: Case) -> int:
@@ -359,9 +358,7 @@ def _concluded(
             usable = usable_rows(found, every_slot=False)
         verdict = _judge_all(usable, faults, second, limit_s)
     setup, measurement = found.setup, found.measurement
-    codes = (
-        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
-    )
+    codes = f" with one-hot{' and random signed' if measurement.error else ''} codes"
     lines = [
         f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
         f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
@@ -443,7 +440,8 @@ def _judge(
         status = "undecided" if holds is False else "described"
         return _Verdict(status=status, confirmed=holds, sentences=lines)
     coarse = usable.is_coarse
-    search = describe(setup, measured, *((_COARSE_S, 1) if coarse else (limit_s, max_rules)))
+    limits = (_COARSE_S, 1) if coarse else (limit_s, max_rules)
+    search = Search(setup, measured, *limits).run()
     plain = (*about_values, *pattern(setup, measured, expected, usable.owners, usable.law))
     if not coarse and usable.magnitudes is not None and usable.magnitudes.text:
         plain = (*plain, usable.magnitudes.text)
@@ -705,7 +703,9 @@ def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     slots = case.total_blocks * case.block_size
     check_numbers(len(rows), len(heads), slots)
     call, provenance = lab.call(case), lab.cache(case).provenance
-    options = with_value_scales(RunOptions.of(case), case, call)
+    options = RunOptions.of(case)
+    if case.argument.cache is not None:
+        options = dataclasses.replace(options, value_scale=value_scales(call))
     if lab.on_step is not None:
         options = dataclasses.replace(options, on_step=lab.on_step)
     return Subject(

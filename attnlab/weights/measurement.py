@@ -27,7 +27,6 @@ from attnlab.weights.codes import (
     own_slots,
     random_codes,
     shared_lanes,
-    single_lanes,
     slot_owners,
     values_shape,
     with_drawn_keys,
@@ -45,8 +44,8 @@ from attnlab.weights.setup import (
     near_slots,
     one_number,
     places,
+    store,
     with_argument,
-    with_stored,
 )
 
 # Sketch: find which slots of a large cache have a weight, with few runs of random signed codes.
@@ -61,9 +60,8 @@ _ROUNDS = 24  # of slots that are added
 _AT_ONCE = 32  # slots that a round adds at most
 _LEAST_EXPLAINED = 16  # rows and heads in which a round looks for slots
 _ERRORS = 10.0
-_SMALL = (
-    0.25  # an error of a weight, in units of its relative precision, that leaves nothing to explain
-)
+# An error of a weight, in units of its relative precision, that leaves nothing to explain.
+_SMALL = 0.25
 _CHANCE = 5.0  # a correlation of so many standard deviations is none of chance
 
 
@@ -288,7 +286,8 @@ def measure(
     - ``values``: run once more with random values.
     """
     call, reader = setup.call, _Reader(setup, run, values=values)
-    single = single_lanes(call, num_slots(call), setup.device)
+    slots = torch.arange(num_slots(call), device=setup.device)
+    single = Lanes(of=slots, cached=cache_slots(call), count=len(slots))  # one for every slot
     few, all_runs = reader.runs_of(shared), reader.runs_of(single)
     if few > MOST_LANE_RUNS:
         raise InvalidCall(
@@ -552,16 +551,18 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
         call = with_drawn_keys(call, target)
         setup = _setup(subject, call)
     run = runner(subject, device)
-    if (
-        subject.case is not None and subject.case.argument.is_packed
-    ):  # no INT4 number is a random code
+    case = subject.case
+    if case is not None and case.argument.is_packed:  # INT4 cannot store random codes
         values, resolve = False, resolve and num_slots(call) <= MOST_RUNS * setup.width
     expected = right_weights(setup)
     lanes = moved(shared_lanes(call, owners), device)
     measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
-    setup = with_stored(setup, subject.case, measurement.lanes.of, not measurement.error)
     if measurement.error:
         setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
+    elif case is not None and case.argument.cache is not None:
+        setup = dataclasses.replace(
+            setup, stored=store(case, setup.call, measurement.lanes.of.cpu())
+        )
     return Examined(
         setup=setup,
         measurement=measurement,

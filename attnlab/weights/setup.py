@@ -17,7 +17,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, PREFILL
 from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
-from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.model import format_of
 from attnlab.lab.argument_reference import StoredHalf, query_as_read, wrong_reads
 from attnlab.lab.problem import Problem
@@ -70,7 +69,7 @@ _LEAST = -2  # exponent of the smallest scale: INT4 stores 1 as 4 times it
 
 
 def value_scales(call: KernelCall) -> torch.Tensor:
-    """Return the scale of each value, [num_blocks, block_size, num_kv_heads] float32."""
+    """Return the scale of each value, 1 in one element, [num_blocks, block_size, num_kv_heads] float32."""
     blocks, kv_heads, _, block_size = call.value_cache.shape
     generator = torch.Generator().manual_seed(29)
     powers = torch.randint(_LEAST, 1, (blocks, block_size, kv_heads), generator=generator)
@@ -439,13 +438,6 @@ def check_readable(case: Case) -> None:
         raise InvalidCase(text)
 
 
-def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunOptions:
-    """Return the options with the scales of values that are 1 in one element."""
-    if case.argument.cache is None:
-        return options
-    return dataclasses.replace(options, value_scale=value_scales(call))
-
-
 def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> AttentionSetup:
     """Return the setup with queries and keys as the op of a Case with an op argument reads them."""
     if case is None:
@@ -484,15 +476,3 @@ def _int4_errors(
     score = int4.score_error(float(setup.query.norm(dim=2).max()), key, setup.sm_scale)
     sums = 15 * (int4.weight + longest * 2.0**-23)
     return score, sums + int4.output_error(rotation_size(size))
-
-
-def with_stored(
-    setup: AttentionSetup, case: Case | None, lanes: torch.Tensor, is_exact: bool
-) -> AttentionSetup:
-    """Return the setup with what the cache holds, if it has a scale per token and head.
-
-    ``lanes``: [N], the lane of each slot. ``is_exact``: every weight was measured in its lane.
-    """
-    if case is None or case.argument.cache is None or not is_exact:
-        return setup
-    return dataclasses.replace(setup, stored=store(case, setup.call, lanes.cpu()))

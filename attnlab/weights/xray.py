@@ -200,9 +200,8 @@ def slot_values(setup: AttentionSetup) -> torch.Tensor:
 
 _TILES = {PREFILL: 64, DECODE_FWD: 32, ROCM_DECODE: PARTITION_SIZE}  # of vLLM 0.11.2 and 0.33.0
 _UNIFIED_TILE = 32
-_LARGEST_BLOCK = (
-    128  # of kernel_paged_attention_2d, which takes 32 for other sizes than powers of two
-)
+# Of kernel_paged_attention_2d, which takes 32 for other sizes than powers of two.
+_LARGEST_BLOCK = 128
 
 
 def tile_edges(one: XRay, kernel: str, context: int, cached: int, length: int) -> tuple[int, ...]:
