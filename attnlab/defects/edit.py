@@ -19,7 +19,6 @@ from attnlab.tensors.case_call import mask_of
 Compute = Callable[[Problem, RowSlice], Predicted]
 Applies = Callable[[Problem], bool]
 IsShown = Callable[[Problem, Sequence[int]], bool]
-ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,16 +63,6 @@ class Defect:
         )
 
 
-def changing_inputs(change: ChangeInputs) -> Compute:
-    """Return the ``compute`` of a defect that changes the inputs of attention."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        inputs = problem.attention_inputs(row_slice)
-        return problem.predict(change(problem, row_slice, inputs))
-
-    return compute
-
-
 TILES = (16, 32, 64, 128)  # tile sizes of vLLM's kernels
 Edit = Callable[..., AttentionInputs | Predicted]
 
@@ -104,6 +93,11 @@ class Rows:
     def heads(self) -> torch.Tensor:
         """Return the query heads, [heads]."""
         return self.slice.heads
+
+    @property
+    def next_heads(self) -> torch.Tensor:
+        """Return the query head after each, the first after the last, [heads]."""
+        return (self.heads + 1) % self.problem.num_heads
 
     @property
     def kv(self) -> torch.Tensor:
@@ -177,10 +171,6 @@ class Rows:
         )
         return seen & (self.after != 0) if is_empty else seen
 
-    def weigh(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> AttentionInputs:
-        """Return the inputs whose softmax ``weights`` replaces, from scores [heads, rows, keys]."""
-        return self.change(weigh=weights)
-
     def softmax(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the correct weights of scores."""
         return softmax(scores, self.inputs.sinks)
@@ -189,6 +179,11 @@ class Rows:
         """Return the inputs with the sinks that ``of`` makes of all heads' sinks, [num_heads] float64."""
         sinks = self.call.sinks
         return self.inputs if sinks is None else self.change(sinks=of(sinks.double()))
+
+    def slope(self, of: Callable[[torch.Tensor], torch.Tensor]) -> AttentionInputs:
+        """Return the inputs with the slopes that ``of`` makes of all heads' ALiBi slopes, as for ``sink``."""
+        slopes = self.call.alibi_slopes
+        return self.inputs if slopes is None else self.change(alibi_slopes=of(slopes.double()))
 
     def read(self, **changes: Any) -> AttentionInputs:
         """Return the inputs if the cache is read with changes of a CacheRead."""
@@ -219,15 +214,15 @@ def fault(
       takes one argument more.
     - ``applies``: all of them must hold.
     """
-    found = [(label, _compute(edit, argument)) for label, argument in (variants or {}).items()]
+    found = [(label, compute_of(edit, argument)) for label, argument in (variants or {}).items()]
     return Defect(
         name=name,
         family="",
         text=text,
         seen_in=tuple(filter(None, seen_in.split(", "))),
         touches=touches,
-        compute=found[0][1] if found else _compute(edit),
-        applies=_all(*applies),
+        compute=found[0][1] if found else compute_of(edit),
+        applies=lambda problem: all(one(problem) for one in applies),
         links=links,
         variants=tuple(found),
         **others,
@@ -239,7 +234,9 @@ def family(name: str, *defects: Defect) -> tuple[Defect, ...]:
     return tuple(dataclasses.replace(defect, family=name) for defect in defects)
 
 
-def _compute(edit: Edit, *argument: Any) -> Compute:
+def compute_of(edit: Edit, *argument: Any) -> Compute:
+    """Return the ``compute`` of a defect that does with some Rows what ``edit`` does."""
+
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
         found = edit(Rows(problem=problem, slice=row_slice), *argument)
         return found if isinstance(found, Predicted) else problem.predict(found)
@@ -247,16 +244,17 @@ def _compute(edit: Edit, *argument: Any) -> Compute:
     return compute
 
 
-def _all(*applies: Applies) -> Applies:
-    return lambda problem: all(one(problem) for one in applies)
-
-
 # What a call has, for ``applies``.
 
 
-def has_causal_rows(problem: Problem) -> bool:
-    """Answer whether any sequence is causal."""
-    return any(problem.call.visibility.is_causal(seq) for seq in range(problem.num_seqs))
+def any_seq(test: Callable[[Problem, int], object]) -> Applies:
+    """Return whether a test is true of any sequence."""
+    return lambda problem: any(test(problem, seq) for seq in range(problem.num_seqs))
+
+
+def given(name: str) -> Applies:
+    """Return whether a call has an optional argument."""
+    return lambda problem: getattr(problem.call, name) is not None
 
 
 def has_window(problem: Problem) -> bool:
@@ -265,16 +263,9 @@ def has_window(problem: Problem) -> bool:
     return visibility.sliding_window > 0 and not visibility.has_chunks
 
 
-def has_context(problem: Problem) -> bool:
-    """Answer whether any sequence has tokens before its new ones."""
-    return any(problem.ctx_len(seq) > 0 for seq in range(problem.num_seqs))
-
-
 def has_cached(more_than: int) -> Applies:
     """Return whether any sequence reads more than so many tokens from the cache."""
-    return lambda problem: any(
-        problem.cached_len(seq) > more_than for seq in range(problem.num_seqs)
-    )
+    return any_seq(lambda problem, seq: problem.cached_len(seq) > more_than)
 
 
 def has_several_seqs(problem: Problem) -> bool:
@@ -292,7 +283,7 @@ def has_head_groups(problem: Problem) -> bool:
     return problem.call.num_queries_per_kv > 1
 
 
-def has_partial_block(problem: Problem) -> bool:
-    """Answer whether the cached tokens of any sequence end within a block."""
-    size = problem.call.block_size
-    return any(problem.cached_len(seq) % size for seq in range(problem.num_seqs))
+has_causal_rows = any_seq(lambda problem, seq: problem.call.visibility.is_causal(seq))
+has_context = any_seq(lambda problem, seq: problem.ctx_len(seq) > 0)
+# The cached tokens end within a block.
+has_partial_block = any_seq(lambda problem, seq: problem.cached_len(seq) % problem.call.block_size)

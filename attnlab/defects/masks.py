@@ -7,6 +7,7 @@ import torch
 from attnlab.defects.edit import (
     TILES,
     Rows,
+    any_seq,
     family,
     fault,
     has_causal_rows,
@@ -31,18 +32,12 @@ def _top_left(at: Rows) -> AttentionInputs:
     return at.change(visible=mask.visible(at.slice.tokens) & ~hidden_by_bias)
 
 
-def _has_causal_context(problem: Problem) -> bool:
-    causal = problem.call.visibility.is_causal
-    return any(causal(seq) and problem.ctx_len(seq) > 0 for seq in range(problem.num_seqs))
-
-
 def _has_two_loops(problem: Problem, seq: int) -> bool:
     """Answer whether a sequence has a context and several new tokens."""
     return 1 < problem.query_len(seq) < problem.seq_len(seq)
 
 
-def _any_has_two_loops(problem: Problem) -> bool:
-    return any(_has_two_loops(problem, seq) for seq in range(problem.num_seqs))
+_any_has_two_loops = any_seq(_has_two_loops)
 
 
 def _in_loop(at: Rows, of_context: bool, wider: int | None) -> AttentionInputs:
@@ -89,7 +84,9 @@ MASKS = family(
         "is_causal=True: new token i sees the keys at positions 0 to i, not those up to its own",
         "pytorch/pytorch #108108, pytorch/pytorch #103082, onnx/onnx #8068",
         _top_left,
-        _has_causal_context,
+        any_seq(
+            lambda problem, seq: problem.call.visibility.is_causal(seq) and problem.ctx_len(seq) > 0
+        ),
     ),
     fault(
         "window_plus_one",
@@ -157,12 +154,12 @@ MASKS = family(
 _ROWS = (16, 8, 5, 4, 3, 2, 1)  # rows of a block: 16 // num_queries_per_kv
 
 
-def _has_ranges(problem: Problem) -> bool:
-    return any(list(mask_of(problem.call, seq).ranges()) for seq in range(problem.num_seqs))
+_has_ranges = any_seq(lambda problem, seq: list(mask_of(problem.call, seq).ranges()))
+_is_bidirectional = any_seq(lambda problem, seq: not problem.call.visibility.is_causal(seq))
 
 
-def _is_bidirectional(problem: Problem) -> bool:
-    return not all(problem.call.visibility.is_causal(seq) for seq in range(problem.num_seqs))
+def _is_masked(problem: Problem) -> bool:
+    return not problem.call.visibility.is_plain
 
 
 def _first_row(at: Rows, rows: int) -> AttentionInputs:
@@ -171,7 +168,7 @@ def _first_row(at: Rows, rows: int) -> AttentionInputs:
     first = at.inputs.position - at.slice.tokens % rows
     away = first[:, None] - at.keys
     kept = (away < window) & (at.is_causal | (away > -window))
-    return at.weigh(lambda scores: at.softmax(scores) * kept.to(scores.dtype))
+    return at.change(weigh=lambda scores: at.softmax(scores) * kept.to(scores.dtype))
 
 
 def _window_lost_in_range(at: Rows) -> AttentionInputs:
@@ -217,8 +214,7 @@ BIDIRECTIONAL = family(
         "values outside the window of the first row of a block count as 0 for all its rows",
         "vllm #49202",
         _first_row,
-        has_window,
-        lambda problem: not problem.call.visibility.is_plain,
+        *(has_window, _is_masked),
         variants={f"blocks of {rows} rows": rows for rows in _ROWS},
     ),
     fault(
@@ -378,10 +374,6 @@ BRANCHES = family(
 # Defects of an op that ignores the whole mask, whatever it is. For each mask, a row above says the same.
 
 
-def _is_masked(problem: Problem) -> bool:
-    return not problem.call.visibility.is_plain
-
-
 _NO_MASK = {one.name: one.default for one in fields(Visibility) if one.name != "sliding_window"}
 
 MASK_IGNORED, MASK_AND_WINDOW_IGNORED = family(
@@ -483,7 +475,7 @@ TOKENS = family(
         "skipped, so a NaN there reaches the output",
         "vllm #641, vllm #53856",
         _freed_leaked,
-        lambda problem: any(_freed_keys(problem, seq) for seq in range(problem.num_seqs)),
+        any_seq(_freed_keys),
         touches="cached",
     ),
 )

@@ -15,6 +15,7 @@ from attnlab.defects.edit import (
     TILES,
     Defect,
     Rows,
+    any_seq,
     family,
     fault,
     has_cached,
@@ -75,8 +76,7 @@ def _reads_new_tokens(problem: Problem, seq: int) -> bool:
     return problem.cached_len(seq) == problem.seq_len(seq)
 
 
-def _any_reads_new_tokens(problem: Problem) -> bool:
-    return any(_reads_new_tokens(problem, seq) for seq in range(problem.num_seqs))
+_any_reads_new_tokens = any_seq(_reads_new_tokens)
 
 
 def _newest_slot_holds(problem: Problem, number: float) -> bool:
@@ -364,11 +364,6 @@ def _by_tile(problem: Problem, heads: torch.Tensor) -> torch.Tensor:
     return heads // min(16, group) // -(-group // 16)
 
 
-def _next_head(at: Rows) -> Predicted:
-    heads = (at.heads + 1) % at.problem.num_heads
-    return at.problem.correct(dataclasses.replace(at.slice, heads=heads))
-
-
 HEADS = family(
     "heads",
     _kv_head(
@@ -407,7 +402,7 @@ HEADS = family(
         "output_of_next_head",
         "each head's output is the output of the next head",
         "HipKittens #22",
-        _next_head,
+        lambda at: at.problem.correct(dataclasses.replace(at.slice, heads=at.next_heads)),
         has_several_heads,
     ),
 )
@@ -431,11 +426,6 @@ def _never_written(at: Rows) -> Predicted:
     if at.problem.before is None:
         return _constant(at, torch.nan)
     return _exactly(at.problem.before[at.problem.rows(at.slice)][:, at.heads])
-
-
-def _one_row_late(at: Rows) -> Predicted:
-    rows = (at.problem.rows(at.slice) - 1) % at.call.query.shape[0]
-    return at.problem.correct_rows(rows, at.heads)
 
 
 def _on_sequence_0(at: Rows) -> Predicted:
@@ -487,12 +477,6 @@ def _knows_buffer(problem: Problem) -> bool:
     return problem.before is not None
 
 
-def _has_wide_decodes(problem: Problem) -> bool:
-    """Answer whether there are decodes, and query_start_loc is int64."""
-    is_wide = problem.call.query_start_loc.dtype == torch.int64
-    return is_wide and any(problem.is_decode(seq) for seq in range(problem.num_seqs))
-
-
 ROWS = family(
     "rows",
     fault(
@@ -501,7 +485,8 @@ ROWS = family(
         "leaves rows unwritten or computes them from the wrong sequence",
         "vllm #28424, vllm #28905",
         _start_loc_as_int32,
-        *(_knows_buffer, _has_wide_decodes),
+        *(_knows_buffer, any_seq(lambda problem, seq: problem.is_decode(seq))),
+        lambda problem: problem.call.query_start_loc.dtype == torch.int64,
         touches="decode",
         links=("index_dtype",),
     ),
@@ -518,7 +503,9 @@ ROWS = family(
         "rows_one_late",
         "each row's result is written to the row after it",
         "vllm #57094",
-        _one_row_late,
+        lambda at: at.problem.correct_rows(
+            (at.problem.rows(at.slice) - 1) % len(at.call.query), at.heads
+        ),
         lambda problem: problem.call.query.shape[0] > 1,
     ),
     fault(

@@ -11,8 +11,10 @@ from attnlab.defects.edit import (
     TILES,
     Defect,
     Rows,
+    any_seq,
     family,
     fault,
+    given,
     has_cached,
     has_head_groups,
     has_partial_block,
@@ -38,23 +40,7 @@ def _scale(
     )
 
 
-def _has_alibi(problem: Problem) -> bool:
-    return problem.call.alibi_slopes is not None
-
-
-def _slopes_of(at: Rows, heads: torch.Tensor) -> AttentionInputs:
-    """Give the query heads the ALiBi slopes of other heads, [heads]."""
-    slopes = at.call.alibi_slopes
-    return at.inputs if slopes is None else at.change(alibi_slopes=slopes[heads].double())
-
-
-def _next_heads(at: Rows) -> torch.Tensor:
-    return (at.heads + 1) % at.problem.num_heads
-
-
-def _negated(at: Rows) -> AttentionInputs:
-    slopes = at.inputs.alibi_slopes
-    return at.inputs if slopes is None else at.change(alibi_slopes=-slopes)
+_has_alibi, _has_softcap, _has_sinks = map(given, ("alibi_slopes", "softcap", "sinks"))
 
 
 SCORES = family(
@@ -96,7 +82,7 @@ SCORES = family(
         "alibi_sign",
         "the ALiBi bias has the wrong sign and favours distant keys",
         "meta-pytorch/attention-gym #29, meta-pytorch/attention-gym #86",
-        _negated,
+        lambda at: at.slope(lambda slopes: -slopes[at.heads]),
         _has_alibi,
     ),
     fault(
@@ -110,14 +96,14 @@ SCORES = family(
         "alibi_next_head",
         "each query head uses the ALiBi slope of the next head",
         "vllm #57614",
-        lambda at: _slopes_of(at, _next_heads(at)),
+        lambda at: at.slope(lambda slopes: slopes[at.next_heads]),
         _has_alibi,
     ),
     fault(
         "alibi_kv_head",
         "query head h uses the ALiBi slope with the index of its KV head, h // num_queries_per_kv",
         "vllm #57614",
-        lambda at: _slopes_of(at, at.kv),
+        lambda at: at.slope(lambda slopes: slopes[at.kv]),
         *(_has_alibi, has_head_groups),
     ),
     fault(
@@ -136,10 +122,6 @@ SCORES = family(
 EXP_LIMIT = 88.72283  # above it, exp(x) overflows float32
 # Below it, the exp of vLLM's CPU op is 0 (csrc/cpu/cpu_arch_macros.h, vLLM 0.32.0) and 1 / exp is infinite.
 CPU_EXP_LIMIT = -125.5 * math.log(2)
-
-
-def _has_softcap(problem: Problem) -> bool:
-    return problem.call.softcap is not None
 
 
 def _softcap(at: Rows, wrong: Callable[[torch.Tensor, float], torch.Tensor]) -> AttentionInputs:
@@ -252,13 +234,10 @@ SOFTCAP = family(
 _SEGMENTS, _TILE = 16, 16  # of the 3d path of unified_attention, as vLLM calls it (0.11.2, 0.33.0)
 
 
-def _has_sinks(problem: Problem) -> bool:
-    return problem.call.sinks is not None
-
-
 def equal_parts(length: int, count: int, multiple: int) -> range:
-    """Return where at most ``count`` parts of equally many keys begin, a multiple of ``multiple``."""
-    return range(0, length, -(-length // (count * multiple)) * multiple)
+    """Return where the parts of a sequence begin: at most ``count`` parts of equally many keys, a multiple of
+    ``multiple``; 0 for parts of so many keys."""
+    return range(0, length, -(-length // (count * multiple)) * multiple if count else multiple)
 
 
 def splits(problem: Problem, seq: int) -> int:
@@ -268,24 +247,17 @@ def splits(problem: Problem, seq: int) -> int:
     has one number of parts into as many. Every other kernel is assumed to split its cached tokens as ROCm's
     does, in partitions, of 256 if its record has none.
     """
-    call = problem.call
-    counts = call.spec.split_counts(call.num_splits) if call.spec.splits_decodes else ()
+    call, op = problem.call, problem.call.spec
+    counts = op.split_counts(call.num_splits) if op.splits_decodes else ()
     if len(counts) == 1:
-        return len(
-            equal_parts(problem.seq_len(seq), counts[0], call.spec.split_step or call.block_size)
-        )
+        step = op.split_step or call.block_size
+        return len(equal_parts(problem.seq_len(seq), counts[0], step))
     if call.op != UNIFIED:
-        return max(1, -(-problem.cached_len(seq) // problem.partition_size))
+        return max(1, len(equal_parts(problem.cached_len(seq), 0, problem.partition_size)))
     if call.max_query_len > 1:
         return 1
-    max_segments = _SEGMENTS if call.num_splits is None else max(1, call.num_splits)
-    tiles = -(-problem.seq_len(seq) // _TILE)
-    return -(-tiles // -(-tiles // max_segments))
-
-
-def _capped(at: Rows, sinks: torch.Tensor) -> torch.Tensor:
-    softcap = at.call.softcap
-    return sinks if softcap is None else softcap * (sinks / softcap).tanh()
+    most = _SEGMENTS if call.num_splits is None else max(1, call.num_splits)
+    return len(equal_parts(problem.seq_len(seq), most, _TILE))
 
 
 SINKS = family(
@@ -313,7 +285,7 @@ SINKS = family(
             lambda sinks: sinks[at.heads] + math.log(splits(at.problem, at.slice.seq))
         ),
         _has_sinks,
-        lambda problem: any(splits(problem, seq) > 1 for seq in range(problem.num_seqs)),
+        any_seq(lambda problem, seq: splits(problem, seq) > 1),
     ),
     fault(
         "sink_first_head",
@@ -326,7 +298,7 @@ SINKS = family(
         "sink_next_head",
         "each query head uses the attention sink of the next head",
         "sglang #35092",
-        lambda at: at.sink(lambda sinks: sinks[_next_heads(at)]),
+        lambda at: at.sink(lambda sinks: sinks[at.next_heads]),
         *(_has_sinks, has_several_heads),
     ),
     fault(
@@ -355,7 +327,7 @@ SINKS = family(
         "sink_capped",
         "the soft cap is also applied to the attention sink",
         "rocm-libraries #12229",
-        lambda at: at.sink(lambda sinks: _capped(at, sinks[at.heads])),
+        lambda at: at.sink(lambda sinks: capped(sinks[at.heads], at.call.softcap, False)),
         *(_has_sinks, _has_softcap),
     ),
     fault(
@@ -385,12 +357,6 @@ SINKS = family(
 
 _LN_2 = math.log(2)
 _Power = float | torch.Tensor
-
-
-def tile_index(problem: Problem, seq: int, size: int) -> torch.Tensor:
-    """Return the tile of each key of a sequence, [seq_len] int64."""
-    keys, cached = torch.arange(problem.seq_len(seq)), problem.cached_len(seq)
-    return torch.where(keys < cached, keys // size, -(-cached // size) + (keys - cached) // size)
 
 
 def part_index(problem: Problem, seq: int) -> torch.Tensor:
@@ -441,19 +407,19 @@ def _rescaled(
             total = total + terms(sums, sink, maxima[..., :1] if split else sink, part[:1])
         return terms(values, scores, own, part) / total
 
-    return at.weigh(weigh)
+    return at.change(weigh=weigh)
 
 
 def _tiles(at: Rows, size: int, values: float, sums: float) -> AttentionInputs:
-    return _rescaled(at, tile_index(at.problem, at.slice.seq, size), values, sums)
+    new = -(-at.cached // size) + (at.keys - at.cached) // size
+    return _rescaled(at, torch.where(at.keys < at.cached, at.keys // size, new), values, sums)
 
 
 def _short_part(at: Rows) -> AttentionInputs:
     """Keep the last part at its own maximum if it is shorter than the first."""
     part = part_index(at.problem, at.slice.seq)
-    lengths = part.bincount()
-    power = torch.ones(len(lengths))
-    power[-1] = 0.0 if lengths[-1] < lengths[0] else 1.0
+    power = torch.ones(int(part.max()) + 1)
+    power[-1] = 0.0 if _has_short_part(at.problem, at.slice.seq) else 1.0
     return _rescaled(at, part, power, power, split=True)
 
 
@@ -480,16 +446,15 @@ def _merged(at: Rows, weight: Callable[[torch.Tensor], torch.Tensor]) -> Attenti
         of_part = weight(sums.log() + maxima)
         return exps / sums[..., part].clamp(min=1e-300) * of_part[..., part]
 
-    return at.weigh(weigh)
+    return at.change(weigh=weigh)
 
 
-def _has_parts(problem: Problem) -> bool:
-    return any(int(part_index(problem, seq).max()) > 0 for seq in range(problem.num_seqs))
+def _has_short_part(problem: Problem, seq: int) -> bool:
+    lengths = part_index(problem, seq).bincount()
+    return len(lengths) > 1 and bool(lengths[-1] < lengths[0])
 
 
-def _has_short_part(problem: Problem) -> bool:
-    counts = [part_index(problem, seq).bincount() for seq in range(problem.num_seqs)]
-    return any(len(count) > 1 and count[-1] < count[0] for count in counts)
+_has_parts = any_seq(lambda problem, seq: int(part_index(problem, seq).max()) > 0)
 
 
 def _has_tiles(problem: Problem) -> bool:
@@ -506,7 +471,7 @@ def _twice(at: Rows, tile: tuple[str, int]) -> AttentionInputs:
 
 def _exp2(at: Rows) -> AttentionInputs:
     sinks = None if at.inputs.sinks is None else at.inputs.sinks * _LN_2
-    return at.weigh(lambda scores: softmax(scores * _LN_2, sinks))
+    return at.change(weigh=lambda scores: softmax(scores * _LN_2, sinks))
 
 
 _SIZES = {f"with tiles of {size}": size for size in TILES}
@@ -575,7 +540,7 @@ SOFTMAX = family(
         "a last part that is shorter than the others keeps its own softmax maximum in the merge",
         "flashinfer #58, vllm-project/flash-attention #176",
         _short_part,
-        _has_short_part,
+        any_seq(_has_short_part),
     ),
 )
 

@@ -13,10 +13,10 @@ from itertools import combinations
 
 import torch
 
-from attnlab.defects.edit import ChangeInputs, Defect, changing_inputs
+from attnlab.defects.edit import Defect, Rows, compute_of
 from attnlab.diagnosis.divisions import divisions
 from attnlab.kernels.triton.run_log import numbers_outside
-from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
+from attnlab.lab.problem import AttentionInputs, Problem
 from attnlab.tensors.cache import MOST_COPIED, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, strided
@@ -28,30 +28,21 @@ Features = Mapping[str, torch.Tensor]
 # Permutations of the query heads.
 _BY_GROUP = "head % num_queries_per_kv * num_kv_heads + head // num_queries_per_kv"
 _BY_KV_HEAD = "head % num_kv_heads * num_queries_per_kv + head // num_kv_heads"
-ROW_TERMS = (("row", "stride 0"), ("head", "stride 1"), ("d", "stride 2"))
-LSE_TERMS = (("head", "stride 0"), ("row", "stride 1"))
-TOKEN_TERMS = (("token", "stride 0"), ("KV head", "stride 1"), ("d", "stride 2"))
+
+
+def terms_of(*features: str) -> tuple[Term, ...]:
+    """Return the terms of a tensor whose dimensions have these features."""
+    return tuple((feature, f"stride {i}") for i, feature in enumerate(features))
+
+
+ROW_TERMS = terms_of("row", "head", "d")
+LSE_TERMS = terms_of("head", "row")
+TOKEN_TERMS = terms_of("token", "KV head", "d")
 _TRANSPOSABLE = (LSE_TERMS, ROW_TERMS, ROW_TERMS[:2], TOKEN_TERMS)
-TABLE_TERMS = (("sequence", "stride 0"), ("p // block_size", "stride 1"))
-_SPLIT_KEY_TERMS = (
-    ("block", "stride 0"),
-    ("KV head", "stride 1"),
-    ("d // x", "stride 2"),
-    ("p % block_size", "stride 3"),
-    ("d % x", "stride 4"),
-)
-_SPLIT_VALUE_TERMS = (
-    ("block", "stride 0"),
-    ("KV head", "stride 1"),
-    ("d", "stride 2"),
-    ("p % block_size", "stride 3"),
-)
-_FLASH_TERMS = (
-    ("block", "stride 0"),
-    ("p % block_size", "stride 1"),
-    ("KV head", "stride 2"),
-    ("d", "stride 3"),
-)
+TABLE_TERMS = terms_of("sequence", "p // block_size")
+_SPLIT_KEY_TERMS = terms_of("block", "KV head", "d // x", "p % block_size", "d % x")
+_SPLIT_VALUE_TERMS = terms_of("block", "KV head", "d", "p % block_size")
+_FLASH_TERMS = terms_of("block", "p % block_size", "KV head", "d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,9 +236,8 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
 # compared with an output, and confirmed on further cases, as the catalogue's defects are.
 
 FAMILY = "addresses"
-SLOT = (
-    -2
-)  # for the terms of the block and of the slot in it together, which a kernel may compute as one
+# Stands for the terms of the block and of the slot in it together, which a kernel may compute as one.
+SLOT = -2
 _OF_SLOT = ("block", "p % block_size")
 NOUNS = {
     "query": "queries",
@@ -267,15 +257,20 @@ NOUNS = {
 
 @dataclass(frozen=True, slots=True)
 class AddressRule:
-    """Wrong addresses of a tensor's elements: the sum of ``terms``, none of which are always the first one's.
+    """Wrong addresses of the elements of some tensors.
 
-    ``name``: no other rule has it. ``text``: the rule as a clause.
+    - ``name``: no other rule has it. ``text``: the rule as a clause.
+    - ``terms``: of one tensor, the address is their sum, and always that of the first element without any.
+    - ``instead``, ``shift``: of several tensors, whose addresses share a wrong number: the second feature is
+      taken for the first, and positions are off by ``shift``.
     """
 
-    tensor: str
+    tensors: tuple[str, ...]
     name: str
     text: str
-    terms: tuple[Term, ...]
+    terms: tuple[Term, ...] = ()
+    instead: tuple[str, str] = ("p", "p")
+    shift: int = 0
 
 
 def address_of(terms: Iterable[Term], features: Features, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -314,7 +309,7 @@ def rules_of(
     terms, others = memory.terms, {*of_others, *memory.contiguous}
 
     def rule(name: str, text: str, *wrong: Term) -> AddressRule:
-        return AddressRule(tensor, f"{tensor} {name}", f"{what}: {text}", wrong)
+        return AddressRule((tensor,), f"{tensor} {name}", f"{what}: {text}", wrong)
 
     yield rule("at 0", "always that of the first element")
     if terms in _TRANSPOSABLE:
@@ -372,51 +367,25 @@ def _layouts(
             yield tuple(strides), text
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRule:
-    """A wrong number that the addresses of several tensors share.
-
-    ``feature`` is taken for ``instead``, or, if ``shift`` is not 0, positions are off by ``shift``.
-    """
-
-    tensors: tuple[str, ...]
-    feature: str
-    instead: str
-    shift: int = 0
-
-    @property
-    def name(self) -> str:
-        """Return a name that no other rule has."""
-        return f"{'+'.join(self.tensors)}: {self.instead} + {self.shift} for {self.feature}"
-
-    @property
-    def text(self) -> str:
-        """Return the rule as a clause."""
-        nouns = [NOUNS[tensor] for tensor in self.tensors]
-        what = f"{', '.join(nouns[:-1])} and {nouns[-1]}"
-        if self.shift:
-            return (
-                f"{what} are read from position p {'+' if self.shift > 0 else '-'} 1 in place of p"
-            )
-        return f"{what} are read at wrong addresses: with {self.instead} in place of {self.feature}"
-
-
-Rule = AddressRule | SharedRule
 _CACHES, _NEW = ("key_cache", "value_cache"), ("key", "value")
 
 
-def shared_rules(tensors: Iterable[str]) -> Iterator[SharedRule]:
+def shared_rules(tensors: Iterable[str]) -> Iterator[AddressRule]:
     """Yield the rules that concern several of the tensors at once."""
     present = set(tensors)
     groups = [group for group in (_CACHES, _NEW, (*_CACHES, *_NEW)) if present >= set(group)]
     for group in groups:
+        name, nouns = "+".join(group), [NOUNS[tensor] for tensor in group]
+        what = f"{', '.join(nouns[:-1])} and {nouns[-1]} are read"
         features = ["KV head", *(["p % block_size"] if group == _CACHES else [])]
         features += ["token"] if group == _NEW else []
-        for feature in features:
-            for instead in INSTEAD[feature]:
-                yield SharedRule(group, feature, instead)
-        if group in (_CACHES, _NEW):
-            yield from (SharedRule(group, "p", "p", shift) for shift in (1, -1))
+        for pair in ((feature, other) for feature in features for other in INSTEAD[feature]):
+            own, other = pair
+            text = f"{what} at wrong addresses: with {other} in place of {own}"
+            yield AddressRule(group, f"{name}: {other} + 0 for {own}", text, instead=pair)
+        for shift, sign in ((1, "+"), (-1, "-")) if group in (_CACHES, _NEW) else ():
+            text = f"{what} from position p {sign} 1 in place of p"
+            yield AddressRule(group, f"{name}: p + {shift} for p", text, shift=shift)
 
 
 # Defects made of address rules: what rows attend to if a kernel reads at wrong addresses.
@@ -426,30 +395,26 @@ def address_defects(problem: Problem) -> list[Defect]:
     """Return the rules about reads that a call allows, each as a defect."""
     if not _is_modelled(problem.call):
         return []
-    memory = memory_of(problem.call)
-    found = [
-        _defect(rule)
-        for tensor, one in memory.items()
-        for rule in rules_of(
-            tensor, one, _sizes(problem.call, tensor), _of_others(problem.call, tensor)
-        )
-    ]
-    return found + [_defect(one) for one in shared_rules(memory)]
+    memory, found = memory_of(problem.call), list[AddressRule]()
+    for tensor, one in memory.items():
+        sizes = _sizes(problem.call, tensor)
+        found += rules_of(tensor, one, sizes, [name for name in sizes if " stride" in name])
+    return [_defect(one) for one in (*found, *shared_rules(memory))]
 
 
-def _defect(rule: Rule) -> Defect:
-    compute, is_shown = changing_inputs(_change(rule)), partial(_is_shown, rule)
+def _defect(rule: AddressRule) -> Defect:
+    compute, is_shown = compute_of(partial(_inputs, rule)), partial(_is_shown, rule)
     return Defect(family=FAMILY, name=rule.name, text=rule.text, compute=compute, is_shown=is_shown)
 
 
-def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
+def _is_shown(rule: AddressRule, problem: Problem, seqs: Sequence[int]) -> bool:
     """Answer whether rows of some sequences can show a rule.
 
     Without the term p // block_size of the block table, each key comes from one block. That needs a part of
     a sequence, however a kernel may divide it, in which the term has two values other than 0.
     """
-    features = {feature for feature, _ in rule.terms} if isinstance(rule, AddressRule) else set()
-    of_table = isinstance(rule, AddressRule) and rule.tensor == "block_table"
+    features = {feature for feature, _ in rule.terms}
+    of_table = rule.tensors == ("block_table",)
     if not of_table or not features <= {"sequence", "0", "1"} or not features:
         return True
     size = problem.call.block_size
@@ -488,93 +453,49 @@ def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
     return found | {f"output stride {i}": size for i, size in enumerate(call.buffer.stride())}
 
 
-def _of_others(call: KernelCall, tensor: str) -> list[str]:
-    """Return the names of the strides of other tensors."""
-    return [name for name in _sizes(call, tensor) if " stride" in name]
+def _inputs(rule: AddressRule, at: Rows) -> AttentionInputs:
+    """Return the inputs under a rule."""
+    if rule.tensors == ("query",):
+        features = row_features(at.problem, at.slice.seq, at.slice.tokens, at.heads)
+        query = _read(rule, at.call, "query", features).double()
+        return at.change(query=query.expand_as(at.inputs.query))
+    return at.change(
+        key=_keys(rule, at, at.inputs.key, "key"), value=_keys(rule, at, at.inputs.value, "value")
+    )
 
 
-def _change(rule: Rule) -> ChangeInputs:
-    """Return the change of the inputs under a rule."""
-    tensors = rule.tensors if isinstance(rule, SharedRule) else (rule.tensor,)
+def _keys(rule: AddressRule, at: Rows, right: torch.Tensor, name: str) -> torch.Tensor:
+    """Return keys or values, [keys, heads, head_size], under a rule; ``name``: "key" or "value".
 
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        memory = memory_of(problem.call)
-        if tensors == ("query",):
-            features = row_features(problem, row_slice.seq, row_slice.tokens, row_slice.heads)
-            one = memory["query"]
-            query = one.read(_address(rule, problem, "query", one, features))
-            return dataclasses.replace(inputs, query=query.double().expand_as(inputs.query))
-        return dataclasses.replace(
-            inputs,
-            key=_keys(rule, tensors, problem, row_slice, inputs.key, ("key_cache", "key")),
-            value=_keys(rule, tensors, problem, row_slice, inputs.value, ("value_cache", "value")),
-        )
-
-    return change
-
-
-def _keys(
-    rule: Rule,
-    tensors: tuple[str, ...],
-    problem: Problem,
-    row_slice: RowSlice,
-    right: torch.Tensor,
-    names: tuple[str, str],
-) -> torch.Tensor:
-    """Return keys or values, [keys, heads, head_size], under a rule about some tensors.
-
-    ``right``: what must be read. ``names``: the cache, and the tensor of new tokens.
+    ``right``: what must be read.
     """
-    memory, seq = memory_of(problem.call), row_slice.seq
-    cached, length = problem.cached_len(seq), problem.seq_len(seq)
-    old, new = right[:cached], right[cached:]
-    cache, arguments = names
-    if cached and cache in memory and (cache in tensors or tensors == ("block_table",)):
-        features = _features(rule, problem, row_slice, torch.arange(cached))
-        features["block"] = _blocks(rule, problem, features)
-        size = problem.call.block_size
-        features["slot"] = features["block"] * size + features["p % block_size"]
-        scale = problem.call.number("k_scale" if cache == "key_cache" else "v_scale")
-        address = _address(rule, problem, cache, memory[cache], features)
-        old = _read_cache(problem, memory[cache], address, scale).expand_as(old)
-    if length > cached and arguments in tensors and arguments in memory:
-        features = _features(rule, problem, row_slice, torch.arange(cached, length))
-        address = _address(rule, problem, arguments, memory[arguments], features)
-        new = memory[arguments].read(address).double().expand_as(new)
+    memory, cache, written = memory_of(at.call), f"{name}_cache", at.problem.written
+    old, new = right[: at.cached], right[at.cached :]
+    if len(old) and cache in memory and {cache, "block_table"} & {*rule.tensors}:
+        features = _features(rule, at, at.keys[: at.cached])
+        features["block"] = _read(rule, at.call, "block_table", features).long()
+        features["slot"] = features["block"] * at.call.block_size + features["p % block_size"]
+        stored = _read(rule, at.call, cache, features)
+        if written.is_fp8:
+            stored = written.decode(stored.contiguous()).double()
+            stored = stored * at.call.number(f"{name[0]}_scale")
+        old = stored.double().expand_as(old)
+    if len(new) and name in rule.tensors and name in memory:
+        features = _features(rule, at, at.keys[at.cached :])
+        new = _read(rule, at.call, name, features).double().expand_as(new)
     return torch.cat([old, new])
 
 
-def _features(
-    rule: Rule, problem: Problem, row_slice: RowSlice, positions: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _features(rule: AddressRule, at: Rows, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the features of keys, with what a shared rule takes for one of them."""
-    shift = rule.shift if isinstance(rule, SharedRule) else 0
-    features = key_features(problem, row_slice.seq, positions + shift, row_slice.heads)
-    if isinstance(rule, SharedRule):
-        features[rule.feature] = features[rule.instead]
-    return features
+    features = key_features(at.problem, at.slice.seq, positions + rule.shift, at.heads)
+    own, other = rule.instead
+    return {**features, own: features[other]}
 
 
-def _blocks(rule: Rule, problem: Problem, features: Features) -> torch.Tensor:
-    """Return the block of each position."""
-    table = memory_of(problem.call)["block_table"]
-    return table.read(_address(rule, problem, "block_table", table, features)).long()
-
-
-def _address(
-    rule: Rule, problem: Problem, tensor: str, memory: TensorMemory, features: Features
-) -> torch.Tensor:
-    """Return the addresses of a tensor's elements: wrong ones if the rule is about its terms."""
-    if isinstance(rule, AddressRule) and rule.tensor == tensor:
-        return address_of(rule.terms, features, _sizes(problem.call, tensor))
-    return address_of(memory.terms, features, memory.strides)
-
-
-def _read_cache(
-    problem: Problem, memory: TensorMemory, address: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Return the decoded elements of a cache at addresses."""
-    stored = memory.read(address)
-    if problem.written.is_fp8:
-        return problem.written.decode(stored.contiguous()).double() * scale
-    return stored.double()
+def _read(rule: AddressRule, call: KernelCall, tensor: str, features: Features) -> torch.Tensor:
+    """Return what is read of a tensor: at wrong addresses if the rule is about its terms."""
+    memory = memory_of(call)[tensor]
+    if rule.tensors == (tensor,):
+        return memory.read(address_of(rule.terms, features, _sizes(call, tensor)))
+    return memory.read(address_of(memory.terms, features, memory.strides))

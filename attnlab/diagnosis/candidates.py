@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from attnlab.case.shown import Document
-from attnlab.defects.edit import Defect
+from attnlab.defects.edit import Defect, Rows
 from attnlab.kernels.child_process import in_copies
 from attnlab.kernels.triton.interpreter import cores
-from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice
+from attnlab.lab.problem import Predicted, Problem, RowSlice
 from attnlab.lab.reference import attend
 from attnlab.tensors.case_call import mask_of
 
@@ -121,7 +121,7 @@ def _sharpen(
         for part in sampled.split(_SHARP_HEADS):
             row_slice = RowSlice(seq=seq, tokens=tokens, heads=part)
             rows, correct = problem.rows(row_slice), problem.correct(row_slice)
-            sharp = (output[rows][:, part].double() - correct.output).abs() / correct.bound
+            sharp = (at(problem, output, row_slice).double() - correct.output).abs() / correct.bound
             sharp = sharp.nan_to_num(torch.inf, torch.inf).amax(2).float()
             ratio[rows[:, None], part] = torch.maximum(ratio[rows[:, None], part], sharp)
 
@@ -257,7 +257,8 @@ def cells_of(
             tokens = _with_neighbours(_sampled(errors.amax(1)), len(tokens))
             chosen = _with_neighbours(_sampled(errors.amax(0)), len(chosen))
         parts.append(_part(problem, output, RowSlice(seq=seq, tokens=tokens, heads=ran[chosen])))
-    return _concatenate(parts)
+    names = [one.name for one in fields(Cells)]
+    return Cells(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _sampled(errors: torch.Tensor) -> torch.Tensor:
@@ -283,15 +284,10 @@ def _part(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> Cells:
         head=row_slice.heads.repeat(num_rows),
         seq=torch.full((num_rows * num_heads,), row_slice.seq),
         token=row_slice.tokens.repeat_interleave(num_heads),
-        output=output[rows][:, row_slice.heads].double().flatten(0, 1),
+        output=at(problem, output, row_slice).double().flatten(0, 1),
         correct=correct.output.flatten(0, 1),
         bound=correct.bound.flatten(0, 1),
     )
-
-
-def _concatenate(parts: Sequence[Cells]) -> Cells:
-    names = [one.name for one in fields(Cells)]
-    return Cells(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 # RowSample: the rows and heads of an output on which candidates are compared.
@@ -390,15 +386,14 @@ ENOUGH = 8  # independent numbers of an output that a fit must reproduce, beyond
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """Some rows and heads of one sequence.
+    """Some rows and heads of one sequence, those of ``at``.
 
     ``output``, ``correct``, ``bound``: [rows, heads, head_size] float64. ``is_wrong``: [rows, heads]
     bool, the cells to fit: wrong, finite and not zero. ``is_clear``: those of them whose error is far above
     rounding.
     """
 
-    seq: int
-    inputs: AttentionInputs
+    at: Rows
     output: torch.Tensor
     correct: torch.Tensor
     bound: torch.Tensor
@@ -412,16 +407,14 @@ def wrong_parts(
     """Return the parts of an output [num_tokens, num_heads, head_size] with a cell to fit."""
     parts = []
     for row_slice in row_slices:
-        inputs = problem.attention_inputs(row_slice)
-        right = problem.predict(inputs)
-        found = output[problem.rows(row_slice)][:, row_slice.heads].double()
+        rows = Rows(problem=problem, slice=row_slice)
+        right, found = problem.predict(rows.inputs), at(problem, output, row_slice).double()
         ratio = ratio_of(found - right.output, right.bound)
         is_wrong = ratio > 1
         is_wrong &= found.isfinite().all(2) & (found != 0).any(2) & right.output.isfinite().all(2)
         if bool(is_wrong.any()):
             part = Part(
-                seq=row_slice.seq,
-                inputs=inputs,
+                at=rows,
                 output=found,
                 correct=right.output,
                 bound=right.bound,
@@ -451,7 +444,7 @@ def is_over_determined(parts: Sequence[Part], fitted: int = 0) -> bool:
     """
     count = 0
     for part in parts:
-        numbers = (part.inputs.visible.sum(1) - 1).clamp(max=part.output.shape[2]) - fitted
+        numbers = (part.at.visible.sum(1) - 1).clamp(max=part.output.shape[2]) - fitted
         count += int((part.is_wrong.sum(1) * numbers.clamp(min=0)).sum())
     return count >= ENOUGH
 
@@ -461,9 +454,7 @@ def num_cells(parts: Sequence[Part]) -> int:
     return sum(int(part.is_wrong.sum()) for part in parts)
 
 
-MAX_CHANCE = (
-    1e-9  # below this probability, a better fit of another candidate is not due to rounding
-)
+MAX_CHANCE = 1e-9  # below it, a better fit of another candidate is not due to rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -697,7 +688,8 @@ def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> dict[
             break
         leaves_much = math.isfinite(observed) and residual > MOST_LEFT * observed
         is_unlike = leaves_much or bool((in_bounds.amax(2)[rows.is_wrong] > 1).any())
-        if is_unlike or not _moves(prediction, rows):
+        moves = residuals(prediction.output, rows.right)[1].amax(2) > 1
+        if is_unlike or not bool(moves[rows.is_wrong].any()):
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
     return {
@@ -707,12 +699,6 @@ def _screened(problem: Problem, worst: Sequence[_Rows], defect: Defect) -> dict[
         "residual": residual,
         "ratio": ratio,
     }
-
-
-def _moves(prediction: Predicted, rows: _Rows) -> bool:
-    """Answer whether a prediction is wrong where the rows are."""
-    moves = residuals(prediction.output, rows.right)[1].amax(2) > 1
-    return bool(moves[rows.is_wrong].any())
 
 
 def at(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> torch.Tensor:

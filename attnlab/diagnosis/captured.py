@@ -174,7 +174,7 @@ def _with_runner(
 
     A runner that gives another output for the call says nothing about the recorded one.
     """
-    began = time.perf_counter()
+    began, runs_show = time.perf_counter(), f"what runs of {runner.version} would show"
     try:
         lab = call_lab(call, ran, runner, on_step=on_step)
     except AttnLabError as error:
@@ -183,7 +183,7 @@ def _with_runner(
         with uncontrolled():
             output = lab.output(lab.case).cpu()
     except AttnLabError as error:
-        return _with_unknown(alone, f"what runs of {runner.version} would show: {error}")
+        return _with_unknown(alone, f"{runs_show}: {error}")
     other = _other_rows(lab, output)
     if other:
         with controlled() as control:
@@ -191,10 +191,8 @@ def _with_runner(
             control.compare(output, lambda: lab.output(lab.case).cpu(), least=runs)
         if control.found is not None:
             return if_stable(alone, alone, control)
-        is_wrong = _is_wrong(lab, output)
-        if (
-            is_wrong and not alone.is_wrong
-        ):  # what was recorded needs no explanation: the kernel does
+        is_wrong = examine(_on_cpu(lab), lab.case, output, (), Pattern()).diagnosis.is_wrong
+        if is_wrong and not alone.is_wrong:  # what was recorded needs none: the kernel does
             own = dataclasses.replace(call, output=output)
             found = _with_runner(own, ran, runner, alone, limit, on_step)
             return dataclasses.replace(found, diagnosed=_OF_RUNNER.format(runner.version))
@@ -205,7 +203,7 @@ def _with_runner(
         found = diagnose(lab.case, lab=lab, limit=limit)
     except (torch.AcceleratorError, DeviceLost) as error:
         text = f"a varied call broke the GPU's context: {str(error).splitlines()[0]}"
-        return _with_unknown(alone, f"what runs of {runner.version} would show: {text}")
+        return _with_unknown(alone, f"{runs_show}: {text}")
     unknown = [text for text in alone.unknown if text != UNKNOWN_BUFFER]
     if call.is_foreign:
         found = dataclasses.replace(found, violations=Violations())
@@ -260,7 +258,7 @@ def _confirmed_by_calls(
             left = [one for one in left if one.name in kept]
     if alone.explanations:
         names, reason = (
-            [one.name for one in left],
+            {one.name for one in left},
             "{names} does not explain a call with other contents",
         )
         return withdraw(alone, lambda one: one.name not in names, "excluded by rerun", reason)
@@ -317,11 +315,6 @@ def _other_rows(lab: CallLab, output: torch.Tensor) -> int:
     if lab.given.before is not None:
         kept &= rows_equal(recorded, lab.given.before)
     return int((~(near.flatten(1).all(1) | kept)).sum())
-
-
-def _is_wrong(lab: CallLab, output: torch.Tensor) -> bool:
-    """Answer whether an output of the call is wrong."""
-    return examine(_on_cpu(lab), lab.case, output, (), Pattern()).diagnosis.is_wrong
 
 
 def _on_cpu(lab: CallLab) -> CallLab:

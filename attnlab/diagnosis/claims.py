@@ -200,7 +200,9 @@ def recorded_facts(
             if is_output:
                 cells = stores.holds(addresses)[: len(is_wrong)].any(-1)
             yield f"{place} {_CONFLICT} {name} that another program stores to", cells
-        unwritten = _unwritten(stores, is_wrong) & is_wrong if is_output else is_wrong[:0]
+        unwritten = is_wrong[:0]
+        if is_output:
+            unwritten = stores.unwritten[: len(is_wrong)].any(-1) & is_wrong
         if bool(unwritten.any()):
             yield f"{UNWRITTEN} some elements of the output", unwritten
     if case.query_rows is None and case.query_heads is None:
@@ -289,11 +291,6 @@ def _is_output(tensor: torch.Tensor, output: torch.Tensor) -> bool:
     """
     is_format = tensor.dtype == output.dtype or tensor.element_size() == 1
     return tensor.shape[1:] == output.shape[1:] and is_format and len(tensor) >= len(output)
-
-
-def _unwritten(stores: TensorStores, is_wrong: torch.Tensor) -> torch.Tensor:
-    """Return which rows and heads have elements that no program stores to."""
-    return stores.unwritten[: len(is_wrong)].any(-1)
 
 
 # RepairClaim: an edit of one expression of a kernel's source with which every output is right.
@@ -461,13 +458,12 @@ class PatternClaim:
 
     def _common_values(self, others: frozenset[str]) -> frozenset[str]:
         is_scale = any(text.startswith(_SCALE) for text in self.values)
-        if is_scale:
-            return self.values & others
-        return self.values if self.values == others else self.values & others & _GENERAL
+        common = self.values & others
+        return common if is_scale or self.values == others else common & _GENERAL
 
     def predicts_none(self, sizes: Sizes) -> bool:
         """Answer whether no sequence of another batch has the rule, so that its output must be correct."""
-        members = {text: seqs for text, seqs in sequence_rules(sizes)}
+        members = dict(sequence_rules(sizes))
         return bool(self.sequences) and members.get(self.sequences[0], {0}) == set()
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case, Lengths
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import runs_triton
 from attnlab.case.masks import CAUSAL, MASK_DATA
@@ -56,6 +56,7 @@ _SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
 # What a Case must have for a defect of a family, and the change that leaves it out. Sinks are none of these:
 # a fault of the sum of the weights, right in one tile, looks there as if the sink were ignored.
 _NEEDS: dict[str, dict[str, Any]] = {"softcap": {"softcap": None}}
+_TOLD = ("query_lens", "ctx_lens", "sliding_window", "sm_scale", "k_scale", "v_scale")
 
 
 def with_second_cases(
@@ -74,16 +75,14 @@ def with_second_cases(
     """
     diagnosis = _with_names_true_of_outside(lab, case, rerun, diagnosis)
     has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
-    of_decodes = Counter[str]()
+    of_decodes, sizes = Counter[str](), (case.lengths, case.sliding_window)
     others = list(cases_of(case))
     for other in chain(others, (with_other_numbers(case),)):  # others may grow
         left = [one for one in diagnosis.explanations if one.name not in _SHOWN_BY_RERUNS]
-        has_same_sizes = other is None or _sizes(other) == _sizes(case)
+        has_same_sizes = other is None or (other.lengths, other.sliding_window) == sizes
         if not left or other is None or (has_same_sizes and all(cases[o.name] for o in left)):
             break
-        known = with_contents(
-            other, output_init="recycled"
-        )  # so that unwritten rows can be recognised
+        known = with_contents(other, output_init="recycled")  # unwritten rows can be recognised
         if any(one.name in SLOTS_OF for one in diagnosis.explanations):
             known = with_leaks(known, case)
         try:
@@ -95,12 +94,8 @@ def with_second_cases(
             continue
         found = {one.name: _verdict(lab, known, output, one) for one in left}
         for one in left:
-            needs = _NEEDS.get(one.defect.family)
-            if (
-                found[one.name] == REFUTED
-                and needs
-                and _has_another(lab, case, known, rerun, needs)
-            ):
+            needs = _NEEDS.get(one.defect.family) if found[one.name] == REFUTED else None
+            if needs and _has_another(lab, case, known, rerun, needs):
                 found[one.name] = ALLOWED
         shown = [name for name, verdict in found.items() if verdict == SHOWN]
         cases.update(shown)
@@ -138,10 +133,6 @@ def _with_names_true_of_outside(
         "excluded by rerun",
         "{names} does not explain a run with other numbers outside of the tensors",
     )
-
-
-def _sizes(case: Case) -> tuple[Lengths, int]:
-    return case.lengths, case.sliding_window
 
 
 def _has_another(lab: Lab, case: Case, other: Case, rerun: Rerun, changes: dict[str, Any]) -> bool:
@@ -198,16 +189,11 @@ def _verdict(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -
         if not again.diagnosis.explanations:
             return REFUTED
         found = again.diagnosis.explanations[0]
-        is_narrower = candidate.scope is not None and _degree(found) > _degree(candidate)
+        is_narrower = _has_general_scope(candidate) and not _has_general_scope(found)
         return SHOWN if found.shown and not is_narrower else ALLOWED
     if candidate.name in SLOTS_OF:  # the case may have no such slots
         return ALLOWED
     return ALLOWED if is_hidden(again.problem, candidate.defect) else REFUTED
-
-
-def _degree(candidate: Candidate) -> int:
-    """Return 1 for a defect that explains only some sequences, which were chosen by their wrong rows."""
-    return int(candidate.scope is not None and candidate.scope.rows == "sequences")
 
 
 def is_hidden(problem: Problem, defect: Defect) -> bool:
@@ -223,19 +209,8 @@ def is_hidden(problem: Problem, defect: Defect) -> bool:
 
 def _changes_text(case: Case, other: Case) -> str:
     """Return the changed fields of another case that matter to a reader."""
-    names: Iterable[str] = (
-        "query_lens",
-        "ctx_lens",
-        "sliding_window",
-        "sm_scale",
-        "k_scale",
-        "v_scale",
-    )
-    return ", ".join(
-        f"{name}={getattr(other, name)}"
-        for name in names
-        if getattr(other, name) != getattr(case, name)
-    )
+    changed = [name for name in _TOLD if getattr(other, name) != getattr(case, name)]
+    return ", ".join(f"{name}={getattr(other, name)}" for name in changed)
 
 
 # Features without which an output is right: what is stated of a fault if nothing else describes it.
@@ -502,6 +477,7 @@ def is_general(candidate: Candidate) -> bool:
 
 
 def _has_general_scope(candidate: Candidate) -> bool:
+    """Answer whether a candidate explains more than some sequences, chosen by their wrong rows."""
     return candidate.scope is not None and candidate.scope.rows != "sequences"
 
 

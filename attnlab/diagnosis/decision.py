@@ -13,10 +13,9 @@ from attnlab.contracts.contract import contracts_of
 from attnlab.contracts.slot_states import unwritten_rows
 from attnlab.contracts.violations import Violation, Violations
 from attnlab.defects import Defect
-from attnlab.defects.edit import changing_inputs
+from attnlab.defects.edit import compute_of
 from attnlab.diagnosis.candidates import (
     Candidate,
-    Confirmation,
     ErrorLocations,
     RowSample,
     Scope,
@@ -32,7 +31,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.kernels.control import rows_equal
 from attnlab.lab.lab import Lab
-from attnlab.lab.problem import AttentionInputs, Problem, RowSlice
+from attnlab.lab.problem import Problem
 
 _VERDICTS = (
     "explains",
@@ -45,15 +44,9 @@ _VERDICTS = (
 )
 NEVER_WRITTEN = "rows_never_written"
 _MISREAD = "query_start_loc_as_int32"
-_OF_CONSTANTS = (
-    "scores",
-    "softmax",
-    "decoding",
-)  # families of defects that are a factor of the scores
+_OF_CONSTANTS = ("scores", "softmax", "decoding")  # families of factors of the scores
 _RIVAL = "a fitted scale"
-_FITS_BETTER = (
-    0.95  # of the squares that a constant leaves; a fitted number leaves some less by itself
-)
+_FITS_BETTER = 0.95  # of the squares that a constant leaves; a fitted number leaves some less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,10 +65,10 @@ class Evidence:
     unwritten_by: str
     heads: range | None
 
-    @property
-    def silent_kinds(self) -> set[str]:
-        """Return the kinds of the violations that a kernel does not report."""
-        return {violation.kind for violation in self.violations if violation.effect == "silent"}
+    def linked(self, defect: Defect) -> tuple[str, ...]:
+        """Return the kinds of the violations that would cause a defect and that a kernel does not report."""
+        kinds = {violation.kind for violation in self.violations if violation.effect == "silent"}
+        return tuple(kind for kind in defect.links if kind in kinds)
 
 
 def collect_evidence(
@@ -175,11 +168,7 @@ def _fitted_scales(
     if not parts:
         return []
     scale = fitted_scale(parts, evidence.problem.sm_scale)
-
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        return dataclasses.replace(inputs, sm_scale=scale)
-
-    compute = changing_inputs(change)
+    compute = compute_of(lambda at: at.change(sm_scale=scale))
     return [Defect(family=_RIVAL, name=_RIVAL, text=_RIVAL, compute=compute)]
 
 
@@ -193,13 +182,48 @@ def _is_degenerate(cause: Candidate, pattern: Pattern) -> bool:
 def if_all_unwritten(
     evidence: Evidence, diagnosis: Diagnosis, defects: Sequence[Defect]
 ) -> Diagnosis | None:
-    """Return the diagnosis of unwritten rows, or None if some wrong rows are written or the defects lack
-    the cause."""
+    """Return the diagnosis of an output whose wrong rows are all unwritten, with an unknown buffer; None if
+    some wrong rows are written or the defects lack the cause.
+
+    The cause, whatever its reason, explains any contents of the buffer, so no number decides against it.
+    """
     only_unwritten = bool(torch.isin(evidence.locations.wrong_rows, evidence.unwritten).all())
     never_written = _cause_of_unwritten_rows(evidence, defects)
     if not only_unwritten or never_written is None:
         return None
-    return _never_written(evidence, diagnosis, never_written, defects)
+    problem = evidence.problem
+    sample = sample_output(problem, evidence.locations, torch.arange(0), evidence.heads)
+    candidates = screen(problem, evidence.output, sample.worst, defects)
+    error = float(evidence.locations.error[evidence.locations.is_wrong].max())
+    rows = evidence.unwritten.tolist()
+    seqs = {problem.row_slice_of(row, torch.arange(0)).seq for row in rows}
+    cause = Candidate(
+        name=never_written.name,
+        text=never_written.text,
+        seen_in=never_written.seen_in,
+        verdict="explains",
+        predicted=error,
+        observed=error,
+        residual=0.0,
+        ratio=0.0,
+        scope=Scope(rows="sequences", sequences=tuple(sorted(seqs))),
+        rows=len(evidence.locations.wrong_rows),
+        shown=len(rows),
+        linked=evidence.linked(never_written),
+        defect=never_written,
+    )
+    others = [
+        dataclasses.replace(one, verdict="less likely") if one.verdict == "explains" else one
+        for one in candidates
+    ]
+    return dataclasses.replace(
+        diagnosis,
+        status="explained",
+        cause=cause,
+        explanations=[cause],
+        candidates=_sorted([cause, *others]),
+        looked_at=(len(evidence.output), len(evidence.output)),
+    )
 
 
 def status_of(cause: Candidate | None, explanations: Sequence[Candidate], pattern: Pattern) -> str:
@@ -221,9 +245,9 @@ def select_cause(explanations: Sequence[Candidate]) -> Candidate | None:
     if len(explanations) == 1:
         return explanations[0] if explanations[0].is_established else None
     linked = [candidate for candidate in explanations if candidate.linked]
-    least = min((_degree(candidate) for candidate in linked), default=0)
-    selected = [candidate for candidate in linked if _degree(candidate) == least]
-    return selected[0] if len(selected) == 1 else None
+    degrees = [0 if one.scope is None else one.scope.degree for one in linked]
+    is_only = degrees.count(min(degrees, default=0)) == 1
+    return linked[degrees.index(min(degrees))] if is_only else None
 
 
 def with_explanations(diagnosis: Diagnosis, explanations: list[Candidate]) -> Diagnosis:
@@ -235,10 +259,6 @@ def with_explanations(diagnosis: Diagnosis, explanations: list[Candidate]) -> Di
         cause=cause,
         explanations=explanations,
     )
-
-
-def _degree(candidate: Candidate) -> int:
-    return 0 if candidate.scope is None else candidate.scope.degree
 
 
 def without_guess(diagnosis: Diagnosis) -> Diagnosis:
@@ -283,51 +303,6 @@ def _place(problem: Problem, row: int, head: int) -> ErrorPlace:
     return ErrorPlace(seq=row_slice.seq, token=int(row_slice.tokens[0]), row=row, head=head)
 
 
-def _never_written(
-    evidence: Evidence, diagnosis: Diagnosis, never_written: Defect, defects: Sequence[Defect]
-) -> Diagnosis:
-    """Return the diagnosis of an output whose wrong rows are all unwritten, with an unknown buffer.
-
-    The defect ``never_written``, whatever its reason, explains any contents of the buffer,
-    so no number decides against it.
-    """
-    problem = evidence.problem
-    sample = sample_output(problem, evidence.locations, torch.arange(0), evidence.heads)
-    candidates = screen(problem, evidence.output, sample.worst, defects)
-    error = float(evidence.locations.error[evidence.locations.is_wrong].max())
-    rows = evidence.unwritten.tolist()
-    seqs = {problem.row_slice_of(row, torch.arange(0)).seq for row in rows}
-    cause = Candidate(
-        name=never_written.name,
-        text=never_written.text,
-        seen_in=never_written.seen_in,
-        verdict="explains",
-        predicted=error,
-        observed=error,
-        residual=0.0,
-        ratio=0.0,
-        scope=Scope(rows="sequences", sequences=tuple(sorted(seqs))),
-        rows=len(evidence.locations.wrong_rows),
-        shown=len(rows),
-        linked=_linked(never_written, evidence.silent_kinds),
-        defect=never_written,
-    )
-    others = [
-        dataclasses.replace(candidate, verdict="less likely")
-        if candidate.verdict == "explains"
-        else candidate
-        for candidate in candidates
-    ]
-    return dataclasses.replace(
-        diagnosis,
-        status="explained",
-        cause=cause,
-        explanations=[cause],
-        candidates=_sorted([cause, *others]),
-        looked_at=(len(evidence.output), len(evidence.output)),
-    )
-
-
 def _weigh(
     evidence: Evidence, sample: RowSample, candidates: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Candidate]]:
@@ -351,23 +326,15 @@ def _weigh(
         explains = one is confirmed[0] or is_by_chance(confirmed[0], one)
         if rival is not None and rival.squares < _FITS_BETTER * one.squares:
             explains = explains and is_by_chance(rival, one)
-        candidate = _with_verdict(one, explains, evidence.silent_kinds)
+        candidate = dataclasses.replace(
+            one.candidate,
+            verdict="explains" if explains else "less likely",
+            linked=evidence.linked(one.candidate.defect),
+        )
         final[candidate.text] = candidate
         if explains and candidate.name not in [other.name for other in explanations]:
             explanations.append(candidate)
     return _sorted([final.get(candidate.text, candidate) for candidate in candidates]), explanations
-
-
-def _with_verdict(one: Confirmation, explains: bool, silent_kinds: set[str]) -> Candidate:
-    return dataclasses.replace(
-        one.candidate,
-        verdict="explains" if explains else "less likely",
-        linked=_linked(one.candidate.defect, silent_kinds),
-    )
-
-
-def _linked(defect: Defect, kinds: set[str]) -> tuple[str, ...]:
-    return tuple(kind for kind in defect.links if kind in kinds)
 
 
 def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnlab.defects.edit import TILES, Rows
 from attnlab.diagnosis.candidates import (
     CLEAR,
     Cells,
@@ -24,7 +25,6 @@ from attnlab.diagnosis.candidates import (
     wrong_parts,
 )
 from attnlab.diagnosis.pattern import (
-    TILES,
     Fact,
     Pattern,
     Sizes,
@@ -316,13 +316,13 @@ def scale_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) ->
         return (
             None  # one key has weight 1 at any scale, and two keys have any weights at some scale
         )
-    if all(_fits(problem, part, 0.0) for part in [*worst, *many]):
+    if all(_fits(part, 0.0) for part in [*worst, *many]):
         what = "every visible key has the same weight: the scores have no effect"
         return _scale_fact(what, many, {"scale": 0.0, "ratio": 0.0, "names": ["no scores"]})
     scale = fitted_scale(worst, problem.sm_scale)
-    if not all(_fits(problem, part, scale) for part in [*worst, *many]):
+    if not all(_fits(part, scale) for part in [*worst, *many]):
         return None
-    if any(all(_fits(problem, part, scale * f) for part in many) for f in (_KNOWN, 1 / _KNOWN)):
+    if any(all(_fits(part, scale * f) for part in many) for f in (_KNOWN, 1 / _KNOWN)):
         return None
     ratio = scale / problem.sm_scale
     names = _names(problem, scale)
@@ -363,15 +363,15 @@ def fitted_scale(parts: Sequence[Part], correct: float) -> float:
 
 def _loss(part: Part, scale: float) -> float:
     """Return the squared error of the wrong cells under a scale, in units of the rounding bound."""
-    inputs = dataclasses.replace(part.inputs, sm_scale=scale)
+    inputs = part.at.change(sm_scale=scale)
     weights = softmax(scores_of(inputs), inputs.sinks)
-    output = (weights @ part.inputs.value.transpose(0, 1)).transpose(0, 1)
+    output = (weights @ inputs.value.transpose(0, 1)).transpose(0, 1)
     ratio = ((part.output - output) / part.bound)[part.is_wrong]
     return float(ratio.square().sum().nan_to_num(1e300))
 
 
-def _fits(problem: Problem, part: Part, scale: float) -> bool:
-    predicted = problem.predict(dataclasses.replace(part.inputs, sm_scale=scale))
+def _fits(part: Part, scale: float) -> bool:
+    predicted = part.at.problem.predict(part.at.change(sm_scale=scale))
     return fits(part, part.output - predicted.output, predicted.bound)
 
 
@@ -410,33 +410,7 @@ _MOST_BLOCKS = 64  # blocks of a sequence that are tried one by one
 _MOST_POSITIONS = 256  # positions that are tried one by one
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SequenceKeys:
-    """The keys of a sequence as rules see them: their positions ``keys``, [keys]; the ``position`` of each
-    row, [rows, 1]; how many keys are ``cached`` and how many are context; block size and window of the call.
-    """
-
-    keys: torch.Tensor
-    position: torch.Tensor
-    cached: int
-    ctx_len: int
-    size: int
-    window: int
-
-    @classmethod
-    def of(cls, problem: Problem, part: Part) -> "SequenceKeys":
-        """Return the keys of a part of an output."""
-        return cls(
-            keys=torch.arange(problem.seq_len(part.seq)),
-            position=part.inputs.position[:, None],
-            cached=problem.cached_len(part.seq),
-            ctx_len=problem.ctx_len(part.seq),
-            size=problem.call.block_size,
-            window=problem.call.sliding_window,
-        )
-
-
-Members = Callable[[SequenceKeys], torch.Tensor]
+Members = Callable[[Rows], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,30 +429,30 @@ class KeyRule:
 
 _ENDS: dict[str, Members] = {
     "the newest keys of the sequences": lambda at: at.keys == len(at.keys) - 1,
-    "the keys of the rows' own tokens": lambda at: at.keys == at.position,
+    "the keys of the rows' own tokens": lambda at: at.after == 0,
     "the first keys of the sequences": lambda at: at.keys == 0,
     "the keys of the context": lambda at: at.keys < at.ctx_len,
     "the keys of the new tokens": lambda at: at.keys >= at.ctx_len,
     "the last keys of the context": lambda at: at.keys == at.ctx_len - 1,
     "the cached keys after the last full block of {size}": lambda at: (
-        (at.keys >= at.cached // at.size * at.size) & (at.keys < at.cached)
+        (at.keys >= at.cached - at.cached % at.call.block_size) & (at.keys < at.cached)
     ),
 }
 _OF_WINDOW: dict[str, Members] = {
-    "the oldest keys of the window": lambda at: at.keys == at.position - at.window + 1
+    "the oldest keys of the window": lambda at: at.after == 1 - at.call.sliding_window
 }
 _HIDDEN: dict[str, Members] = {
-    "the keys right after the rows' own tokens": lambda at: at.keys == at.position + 1,
-    "all later keys": lambda at: at.keys > at.position,
+    "the keys right after the rows' own tokens": lambda at: at.after == 1,
+    "all later keys": lambda at: at.after > 0,
 }
 _BEFORE_WINDOW: dict[str, Members] = {
-    "the keys right before the window": lambda at: at.keys == at.position - at.window,
-    "all keys before the window": lambda at: at.keys <= at.position - at.window,
+    "the keys right before the window": lambda at: at.after == -at.call.sliding_window,
+    "all keys before the window": lambda at: at.after <= -at.call.sliding_window,
     "the keys of the context before the window": lambda at: (
-        (at.keys <= at.position - at.window) & (at.keys < at.ctx_len)
+        (at.after <= -at.call.sliding_window) & (at.keys < at.ctx_len)
     ),
     "the new keys before the window": lambda at: (
-        (at.keys <= at.position - at.window) & (at.keys >= at.ctx_len)
+        (at.after <= -at.call.sliding_window) & (at.keys >= at.ctx_len)
     ),
 }
 
@@ -557,10 +531,10 @@ def keys_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) -> 
     weights = [_weights(part) for part in worst]
     all_weights: list[torch.Tensor] = []
     for rule in key_rules(problem):
-        if _changes(problem, worst, weights, rule) is None:
+        if _changes(worst, weights, rule) is None:
             continue
         all_weights = all_weights or [_weights(part) for part in many]
-        changes = _changes(problem, many, all_weights, rule)
+        changes = _changes(many, all_weights, rule)
         if changes is not None:
             return _fact(rule, changes, num_cells(many))
     return None
@@ -569,32 +543,31 @@ def keys_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) -> 
 def _weights(part: Part) -> torch.Tensor:
     """Return exp(score - log-sum-exp) of all keys, also of those that a row must not see,
     [heads, rows, keys]; the sum over visible keys is 1, less the sink's weight."""
-    every = torch.ones_like(part.inputs.visible)
-    scores = scores_of(dataclasses.replace(part.inputs, visible=every))
+    scores = scores_of(part.at.change(visible=torch.ones_like(part.at.visible)))
     return (scores - _log_sum(part, scores)[..., None]).exp()
 
 
 def _log_sum(part: Part, scores: torch.Tensor) -> torch.Tensor:
     """Return the correct log-sum-exp of each head and row, with the sink if any."""
-    seen = scores.masked_fill(~part.inputs.visible, -torch.inf)
+    seen = scores.masked_fill(~part.at.inputs.visible, -torch.inf)
     log_sum = seen.logsumexp(-1)
-    if part.inputs.sinks is None:
+    if part.at.inputs.sinks is None:
         return log_sum
-    return torch.logaddexp(log_sum, part.inputs.sinks.to(log_sum.dtype)[:, None])
+    return torch.logaddexp(log_sum, part.at.inputs.sinks.to(log_sum.dtype)[:, None])
 
 
 def _changes(
-    problem: Problem, parts: Sequence[Part], weights: Sequence[torch.Tensor], rule: KeyRule
+    parts: Sequence[Part], weights: Sequence[torch.Tensor], rule: KeyRule
 ) -> torch.Tensor | None:
     """Return by how much the multiplier of the keys changes in each clearly wrong cell, [n], or None if
     there is none or the rule does not fit a wrong cell."""
     found = []
     for part, weight in zip(parts, weights, strict=True):
-        seen = part.inputs.visible
-        chosen = rule.members(SequenceKeys.of(problem, part)) & (~seen if rule.hidden else seen)
+        seen = part.at.visible
+        chosen = rule.members(part.at) & (~seen if rule.hidden else seen)
         some = weight * chosen
         total = some.sum(-1).transpose(0, 1)[..., None]  # [rows, heads, 1]
-        partial = (some @ part.inputs.value.transpose(0, 1)).transpose(0, 1)
+        partial = (some @ part.at.inputs.value.transpose(0, 1)).transpose(0, 1)
         direction, difference = total * part.output - partial, part.correct - part.output
         change = (direction * difference).sum(2) / direction.square().sum(2).clamp(min=1e-300)
         normaliser = 1 + change[..., None] * total
@@ -615,12 +588,12 @@ def _bound(
 ) -> torch.Tensor:
     """Return the rounding bound of the changed output, [rows, heads, head_size]; at least the correct
     one's. ``some``: the weights of the chosen keys."""
-    changed = weight * part.inputs.visible + change.transpose(0, 1)[..., None] * some
+    changed = weight * part.at.inputs.visible + change.transpose(0, 1)[..., None] * some
     changed = changed.clamp(min=0.0)
     changed /= changed.sum(-1, keepdim=True).clamp(min=1e-300)
-    value = part.inputs.value.transpose(0, 1)
+    value = part.at.inputs.value.transpose(0, 1)
     output = changed @ value
-    bound = part.inputs.rounding.bound(changed, value, output, score_error(part.inputs))
+    bound = part.at.inputs.rounding.bound(changed, value, output, score_error(part.at.inputs))
     return torch.maximum(bound.transpose(0, 1), part.bound)
 
 
@@ -665,7 +638,7 @@ def sum_fact(many: Sequence[Part]) -> Fact | None:
         is_multiple = fits(part, part.output - factor[..., None] * part.correct, limit)
         if not is_multiple or bool((factor[part.is_wrong] <= 0).any()):
             return None
-        log_sum = _log_sum(part, scores_of(part.inputs)).transpose(0, 1)
+        log_sum = _log_sum(part, scores_of(part.at.inputs)).transpose(0, 1)
         weight = (factor * part.bound.norm(dim=2) / squares.sqrt()).reciprocal()
         added = (1 / factor - 1) * log_sum.exp()
         terms.append(torch.stack([added, weight / log_sum.exp()])[:, part.is_wrong])

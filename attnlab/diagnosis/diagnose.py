@@ -260,9 +260,8 @@ def access_facts(lab: Lab, case: Case, run: Run) -> CaseFacts:
     return CaseFacts(places=places, is_wrong=wrong)
 
 
-_Found = tuple[
-    str, torch.Tensor
-]  # a statement, and its places: broadcast to [num_tokens, num_heads]
+# A statement, and its places: broadcast to [num_tokens, num_heads].
+_Found = tuple[str, torch.Tensor]
 
 
 def _rows_in(case: Case, seq: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ from attnlab.diagnosis.side_claims import SideClaim
 from attnlab.kernels.control import Instability, controlled, rows_agree
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem, make_problem, sample_rows
+from attnlab.weights.conclude import if_allowed
 from attnlab.weights.xray import XRay
 
 # Distinction: a Case in which two defects give different outputs although they agree in another Case.
@@ -47,6 +48,7 @@ _SHORT: dict[str, Any] = {
     "ctx_lens": (300, 260, 33),
     **dict.fromkeys(DATA_OF_LENGTHS),
 }
+_OF_LENGTHS = ("num_blocks", "max_blocks_per_seq", "block_table", "max_query_len", "max_seq_len")
 _CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"distribution": "normal"},
@@ -145,20 +147,11 @@ def changed_cases(case: Case, same_kernels: bool = True) -> Iterator[tuple[dict[
     kernels = set(decide(case).kernels)
     for extra in (*_CHANGES, *(_SOFTCAP_CHANGES if case.softcap is not None else ())):
         changes = {**shorten, **extra}
-        if "query_lens" in changes:
-            changes |= _without_sizes(case)
-        try:
-            changed = case.replace(**changes)
-        except InvalidCase:
-            continue  # the Case does not allow this change
-        if not same_kernels or set(decide(changed).kernels) >= kernels:
+        if "query_lens" in changes:  # sizes that depend on the lengths follow from them
+            changes |= {name: None for name in _OF_LENGTHS if getattr(case, name) is not None}
+        changed = if_allowed(case, **changes)
+        if changed and (not same_kernels or set(decide(changed).kernels) >= kernels):
             yield {n: v for n, v in changes.items() if getattr(case, n) != v}, changed
-
-
-def _without_sizes(case: Case) -> dict[str, Any]:
-    """Return the changes that reset all sizes which depend on the lengths."""
-    names = ("num_blocks", "max_blocks_per_seq", "block_table", "max_query_len", "max_seq_len")
-    return {name: None for name in names if getattr(case, name) is not None}
 
 
 def gap_between(
@@ -495,7 +488,7 @@ class Diagnosis(Shown):
             *(observed if self.status == "unexplained" else []),
             *self._violation_sentences(),
             *([] if self.distinction is None else [self.distinction.sentence()]),
-            *self._repair_sentences(),
+            *([self.repair.text] if self.repair and not self.is_by_repair else []),
             *self._xray_sentences(),
             *(one.text for one in self.side_errors),
             *observed,
@@ -605,12 +598,6 @@ class Diagnosis(Shown):
             or (self.accesses is not None and self.accesses.is_unwritten)
         )
         return self.repair is not None and not known
-
-    def _repair_sentences(self) -> list[str]:
-        """Return the repair as evidence for an explanation that predicts numbers."""
-        if self.repair is None or self.is_by_repair:
-            return []
-        return [self.repair.text]
 
     @property
     def conclusion(self) -> str:

@@ -5,10 +5,10 @@ rows, and hides from each row what it must not see. Slots past the last key hold
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -71,16 +71,17 @@ def visits(problem: Problem) -> Iterator[Visits]:
     call = problem.call
     prunes = (True, False) if call.sliding_window else (False,)
     if not call.spec.context:
-        for size, pruned in itertools.product(_ROW_BLOCKS, prunes):
+        for size, pruned in product(_ROW_BLOCKS, prunes):
             text = f"with tiles of {size} keys and rows"
-            yield Visits(text + _OF_WINDOWS[pruned], slots_of_rows(size, pruned), prunes=pruned)
+            slots = partial(_slots_of_rows, size, pruned)
+            yield Visits(text + _OF_WINDOWS[pruned], slots, prunes=pruned)
     elif call.op == UNIFIED:
-        for size, pruned in itertools.product(_tiles(problem), prunes):
+        for size, pruned in product(_tiles(problem), prunes):
             text = f"with tiles of {size}{_OF_WINDOWS[pruned]}"
-            yield Visits(text, slots_of_pairs(size, pruned), prunes=pruned)
-        for most, pruned in itertools.product(BATCHES_OF_SEGMENTS, prunes):
+            yield Visits(text, partial(_slots_of_pairs, size, pruned), prunes=pruned)
+        for most, pruned in product(BATCHES_OF_SEGMENTS, prunes):
             text = f"with tiles of 32, of 16 {of_batches(most)}{_OF_WINDOWS[pruned]}"
-            yield Visits(text, slots_by_batch(most, pruned), prunes=pruned)
+            yield Visits(text, partial(_slots_by_batch, most, pruned), prunes=pruned)
     elif call.sliding_window or not call.spec.splits_decodes:
         yield from _visits_of_loops(problem)
 
@@ -91,80 +92,58 @@ def _visits_of_loops(problem: Problem) -> Iterator[Visits]:
     has_new = any(problem.cached_len(seq) < problem.seq_len(seq) for seq in seqs)
     if any(map(problem.cached_len, seqs)):
         for size in _tiles(problem):
-            yield Visits(f"with tiles of {size}", _cached(size), 0 if has_new else None)
+            loop = 0 if has_new else None
+            yield Visits(f"with tiles of {size}", partial(_cached_slots, size), loop)
     for size in _ROW_BLOCKS if has_new else ():
-        yield Visits(f"with blocks of {size} rows", new_slots(size), 1)
+        yield Visits(f"with blocks of {size} rows", partial(_new_slots, size), 1)
 
 
 def _tiles(problem: Problem) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*TILES, problem.call.block_size)))
 
 
-def _cached(tile: int) -> VisitedOf:
+def _cached_slots(tile: int, problem: Problem, row_slice: RowSlice) -> VisitedSlots:
     """Return all tiles of the cached keys."""
-
-    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
-        cached = torch.full((len(row_slice.tokens), 1), problem.cached_len(row_slice.seq))
-        first = torch.zeros_like(cached)
-        block = _position(problem, row_slice)
-        return VisitedSlots(first, cached, _whole(cached, tile), block, tile)
-
-    return slots
+    cached = torch.full((len(row_slice.tokens), 1), problem.cached_len(row_slice.seq))
+    block = problem.ctx_len(row_slice.seq) + row_slice.tokens[:, None]
+    return VisitedSlots(torch.zeros_like(cached), cached, _whole(cached, tile), block, tile)
 
 
-def new_slots(rows: int) -> VisitedOf:
+def _new_slots(rows: int, problem: Problem, row_slice: RowSlice) -> VisitedSlots:
     """Return the new tokens up to the end of the block of rows, which may be past the last token."""
-
-    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
-        length, cached = problem.seq_len(row_slice.seq), problem.cached_len(row_slice.seq)
-        block = row_slice.tokens[:, None] // rows * rows
-        if cached == length:  # this sequence has no loop over new tokens
-            end = torch.full_like(block, length)
-            return VisitedSlots(end, end, end, end)
-        stop = cached + block + rows
-        first = torch.full_like(stop, cached)
-        return VisitedSlots(first, stop.clamp(max=length), stop, cached + block)
-
-    return slots
+    length, cached = problem.seq_len(row_slice.seq), problem.cached_len(row_slice.seq)
+    block = row_slice.tokens[:, None] // rows * rows
+    if cached == length:  # this sequence has no loop over new tokens
+        end = torch.full_like(block, length)
+        return VisitedSlots(end, end, end, end)
+    stop = cached + block + rows
+    first = torch.full_like(stop, cached)
+    return VisitedSlots(first, stop.clamp(max=length), stop, cached + block)
 
 
-def slots_of_rows(size: int, prunes: bool) -> VisitedOf:
+def _slots_of_rows(size: int, prunes: bool, problem: Problem, row_slice: RowSlice) -> VisitedSlots:
     """Return the tiles up to the end of the block of rows; both have ``size`` tokens."""
-
-    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
-        length = problem.seq_len(row_slice.seq)
-        block = row_slice.tokens[:, None] // size * size
-        stop = _whole((block + size).clamp(max=length), size)
-        first = _start(problem, block - 1, size) if prunes else torch.zeros_like(block)
-        return VisitedSlots(first, stop.clamp(max=length), stop, block, size)
-
-    return slots
+    length = problem.seq_len(row_slice.seq)
+    block = row_slice.tokens[:, None] // size * size
+    stop = _whole((block + size).clamp(max=length), size)
+    first = _start(problem, block - 1, size) if prunes else torch.zeros_like(block)
+    return VisitedSlots(first, stop.clamp(max=length), stop, block, size)
 
 
-def slots_of_pairs(tile: int, prunes: bool) -> VisitedOf:
+def _slots_of_pairs(tile: int, prunes: bool, problem: Problem, row_slice: RowSlice) -> VisitedSlots:
     """Return the tiles up to the last row of a block; a block is 16 pairs of a row and a query head."""
-
-    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
-        length, heads = problem.seq_len(row_slice.seq), problem.call.num_queries_per_kv
-        pairs = max(_LEAST_PAIRS, 1 << (heads - 1).bit_length())
-        rows = pairs // heads
-        context = length - problem.query_len(row_slice.seq)
-        block = context + row_slice.tokens[:, None] // rows * rows
-        loaded = (block + (pairs - 1) // heads + 1).clamp(max=length)
-        first = _start(problem, block, tile) if prunes else torch.zeros_like(block)
-        return VisitedSlots(first, loaded, _whole(loaded, tile), block, tile)
-
-    return slots
+    length, heads = problem.seq_len(row_slice.seq), problem.call.num_queries_per_kv
+    pairs = max(_LEAST_PAIRS, 1 << (heads - 1).bit_length())
+    rows = pairs // heads
+    block = problem.ctx_len(row_slice.seq) + row_slice.tokens[:, None] // rows * rows
+    loaded = (block + (pairs - 1) // heads + 1).clamp(max=length)
+    first = _start(problem, block, tile) if prunes else torch.zeros_like(block)
+    return VisitedSlots(first, loaded, _whole(loaded, tile), block, tile)
 
 
-def slots_by_batch(most: int, prunes: bool) -> VisitedOf:
+def _slots_by_batch(most: int, prunes: bool, problem: Problem, row_slice: RowSlice) -> VisitedSlots:
     """Return tiles of 16 in batches with short queries, of 32 in others."""
-
-    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
-        tile = 16 if has_segments(problem, most) else 32
-        return slots_of_pairs(tile, prunes)(problem, row_slice)
-
-    return slots
+    return _slots_of_pairs(16 if has_segments(problem, most) else 32, prunes, problem, row_slice)
 
 
 def _start(problem: Problem, block: torch.Tensor, tile: int) -> torch.Tensor:
@@ -175,11 +154,6 @@ def _start(problem: Problem, block: torch.Tensor, tile: int) -> torch.Tensor:
 
 def _whole(length: torch.Tensor, tile: int) -> torch.Tensor:
     return (length + tile - 1) // tile * tile
-
-
-def _position(problem: Problem, row_slice: RowSlice) -> torch.Tensor:
-    context = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
-    return context + row_slice.tokens[:, None]
 
 
 def has_segments(problem: Problem, most: int) -> bool:
@@ -239,45 +213,47 @@ def divisions(problem: Problem) -> Iterator[Division]:
     sizes = dict.fromkeys((*TILES, call.block_size))
     for size in sizes:
         visited = _visited(problem, size)
-        yield Division(f"tiles of {size}", _loops(size), two_loops, visited=visited)
+        yield Division(f"tiles of {size}", partial(_loops, size), two_loops, visited=visited)
     if two_loops:  # of context_attention_fwd
         text = "tiles of 64 and blocks of 128 rows"
-        yield Division(text, _loops(64), two_loops, visited=new_slots(128), repeats=True)
-        for cached_size, size in itertools.product(_CACHED_TILES, _NEW_TILES):
+        visited = partial(_new_slots, 128)
+        yield Division(text, partial(_loops, 64), two_loops, visited=visited, repeats=True)
+        for cached_size, size in product(_CACHED_TILES, _NEW_TILES):
             text = f"tiles of {cached_size} in the context and of {size} in the new tokens"
-            yield Division(text, _loops(cached_size, size), visited=new_slots(size))
+            parts = partial(_loops, cached_size, new_size=size)
+            yield Division(text, parts, visited=partial(_new_slots, size))
     if call.op == UNIFIED:
         count = _SEGMENTS if call.num_splits is None else call.num_splits
         for size in sizes if count > 1 else ():
-            text = f"up to {count} segments of tiles of {size}"
-            yield Division(
-                text, _segments(count, size), merge="at once", slots=count, text_of_parts=text
+            text, parts = (
+                f"up to {count} segments of tiles of {size}",
+                partial(_splits, count, size, size),
             )
+            yield Division(text, parts, merge="at once", slots=count, text_of_parts=text)
         for most in BATCHES_OF_SEGMENTS if count > 1 else ():
             text = f"tiles of 32, or {count} segments of tiles of 16 {of_batches(most)}"
-            visited = slots_by_batch(most, prunes=False)
             yield Division(
                 text,
-                _by_batch(count, most),
+                partial(_by_batch, count, most),
                 merge="at once",
                 slots=count,
                 text_of_parts=text,
-                visited=visited,
+                visited=partial(_slots_by_batch, most, False),
             )
     for count in call.spec.split_counts(call.num_splits) if call.spec.splits_decodes else ():
         text_of_parts = f"{count} splits"
         for size in dict.fromkeys((*_SPLIT_TILES, *sizes)) if count > 1 else ():
             yield Division(
                 f"{count} splits with tiles of {size}",
-                _splits(count, size, call.spec.split_step or call.block_size),
+                partial(_splits, count, size, call.spec.split_step or call.block_size),
                 merge="running",
                 slots=count,
                 text_of_parts=text_of_parts,
             )
             text_of_parts = ""
     if call.spec.partition_size or ROCM_DECODE in problem.kernels:
-        text = f"partitions of {problem.partition_size}"
-        parts = _segments(0, problem.partition_size)
+        size, text = problem.partition_size, f"partitions of {problem.partition_size}"
+        parts = partial(_splits, 0, size, size)
         yield Division(text, parts, merge="at once", text_of_parts=text)
 
 
@@ -292,59 +268,32 @@ def with_tiles_to(parts: Parts, stop: int) -> Parts:
 def _visited(problem: Problem, size: int) -> VisitedOf | None:
     """Return what the rows of an op's prefills visit in tiles of a size."""
     if problem.call.op == UNIFIED:
-        return slots_of_pairs(size, prunes=False)
+        return partial(_slots_of_pairs, size, False)
     if not problem.call.spec.context:
-        return slots_of_rows(size, prunes=False)
+        return partial(_slots_of_rows, size, False)
     has_new = any(problem.cached_len(seq) < problem.seq_len(seq) for seq in problem.computed_seqs())
-    return new_slots(size) if has_new else None
+    return partial(_new_slots, size) if has_new else None
 
 
-def _loops(size: int, new_size: int | None = None) -> Callable[[Problem, int], Parts]:
+def _loops(size: int, problem: Problem, seq: int, new_size: int | None = None) -> Parts:
     """Return one part: a loop over the cached keys, then one over the new ones, by default in equal tiles."""
-
-    def parts(problem: Problem, seq: int) -> Parts:
-        cached, length = problem.cached_len(seq), problem.seq_len(seq)
-        tiles = _tiles_of(0, cached, size, 0), _tiles_of(cached, length, new_size or size, 1)
-        return [list(itertools.chain(*tiles))]
-
-    return parts
+    cached, length = problem.cached_len(seq), problem.seq_len(seq)
+    return [[*_tiles_of(0, cached, size, 0), *_tiles_of(cached, length, new_size or size, 1)]]
 
 
-def _segments(count: int, size: int) -> Callable[[Problem, int], Parts]:
-    """Return at most ``count`` parts of equally many tiles; 0 for parts of one tile."""
-
-    def parts(problem: Problem, seq: int) -> Parts:
-        length = problem.seq_len(seq)
-        step = size if not count else -(-length // (count * size)) * size
-        return _cut(length, step, size)
-
-    return parts
-
-
-def _by_batch(count: int, most: int) -> Callable[[Problem, int], Parts]:
+def _by_batch(count: int, most: int, problem: Problem, seq: int) -> Parts:
     """Return segments of tiles of 16 in batches with short queries, and one part of tiles of 32 in others."""
-
-    def parts(problem: Problem, seq: int) -> Parts:
-        return (_segments(count, 16) if has_segments(problem, most) else _loops(32))(problem, seq)
-
-    return parts
+    if has_segments(problem, most):
+        return _splits(count, 16, 16, problem, seq)
+    return _loops(32, problem, seq)
 
 
-def _splits(count: int, size: int, multiple: int) -> Callable[[Problem, int], Parts]:
-    """Return at most ``count`` parts of equally many keys, a multiple of ``multiple``."""
-
-    def parts(problem: Problem, seq: int) -> Parts:
-        length = problem.seq_len(seq)
-        return _cut(length, equal_parts(length, count, multiple).step, size)
-
-    return parts
-
-
-def _cut(length: int, step: int, size: int) -> Parts:
-    return [
-        list(_tiles_of(start, min(start + step, length), size, 0))
-        for start in range(0, length, step)
-    ]
+def _splits(count: int, size: int, multiple: int, problem: Problem, seq: int) -> Parts:
+    """Return at most ``count`` parts of equally many keys, a multiple of ``multiple``; 0 for parts of so many
+    keys."""
+    length = problem.seq_len(seq)
+    starts = equal_parts(length, count, multiple)
+    return [[*_tiles_of(start, min(start + starts.step, length), size, 0)] for start in starts]
 
 
 def _tiles_of(start: int, stop: int, size: int, loop: int) -> Iterator[Tile]:
@@ -496,7 +445,7 @@ def mask_defects(problem: Problem, output: torch.Tensor | None = None) -> list[D
             where = "" if law.is_of_rows else f"{visited.text}, "
             loop = "in both loops, " if law.both_loops else LOOPS[visited.loop]
             text = f"{loop}{where}{_text(law)}"
-            compute = _Counting(law, visited).compute
+            compute = partial(_counted, law, visited)
             defect = Defect(family=FAMILY, name=text, text=text, compute=compute)
             found.setdefault(text, defect)
     return list(found.values())
@@ -545,9 +494,7 @@ def _measured_score(
     shown, wanted = [], []
     for row_slice, given, right in samples:
         at_0, alone = (
-            _Counting(dataclasses.replace(law, score=one), visited)
-            .compute(problem, row_slice)
-            .output
+            _counted(dataclasses.replace(law, score=one), visited, problem, row_slice).output
             for one in (0.0, _HUGE)
         )
         shown.append(_odds(given, right, alone))
@@ -583,17 +530,10 @@ def _plain(score: float) -> float:
     return score
 
 
-@dataclass(frozen=True, slots=True)
-class _Counting:
-    """A law for the slots that a kernel visits."""
-
-    law: MaskLaw
-    visited: Visits
-
-    def compute(self, problem: Problem, row_slice: RowSlice) -> Predicted:
-        """Return the output of some rows under the law."""
-        inputs, slots = problem.attention_inputs(row_slice), self.visited.slots(problem, row_slice)
-        return problem.predict(self.law.inputs(problem, inputs, slots))
+def _counted(law: MaskLaw, visited: Visits, problem: Problem, row_slice: RowSlice) -> Predicted:
+    """Return the output of some rows under a law for the slots that a kernel visits."""
+    inputs, slots = problem.attention_inputs(row_slice), visited.slots(problem, row_slice)
+    return problem.predict(law.inputs(problem, inputs, slots))
 
 
 def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:

@@ -1,10 +1,9 @@
 """Rules about whole outputs: rows written to wrong addresses, and parts of a merge read from wrong ones."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -22,6 +21,7 @@ from attnlab.diagnosis.address_rules import (
     row_features,
     rules_of,
     sizes_of,
+    terms_of,
 )
 from attnlab.diagnosis.divisions import Division, divisions
 from attnlab.kernels.model import partials
@@ -126,7 +126,7 @@ class MergeRule:
         right, shape = right_output(problem), problem.call.query.shape[:2]
         read = {}
         for name, one in _merge_memory(problem.call, problem).items():
-            is_wrong = self.rule is not None and name == self.rule.tensor
+            is_wrong = self.rule is not None and self.rule.tensors == (name,)
             terms = self.rule.terms if self.rule and is_wrong else one.terms
             address = address_of(terms, features_of_rows(problem), _sizes(problem, one))
             read[name] = one.read(address).double()
@@ -249,12 +249,7 @@ _WEIGHTS_ADDED = {
 }
 
 
-class WholeRule(Hashable, Protocol):
-    """A rule that predicts a whole output."""
-
-    def predict(self, problem: Problem) -> Predicted:
-        """Return the whole output under the rule."""
-        ...
+Predict = Callable[[Problem], Predicted]  # a whole output
 
 
 def output_defects(problem: Problem) -> list[Defect]:
@@ -263,7 +258,7 @@ def output_defects(problem: Problem) -> list[Defect]:
     if call.buffer.numel() > MOST_ELEMENTS or call.spec.writes_cache:
         return []
     return [
-        Defect(family=FAMILY, name=rule.name or text, text=text, compute=computed(rule))
+        Defect(family=FAMILY, name=rule.name or text, text=text, compute=computed(rule.predict))
         for rule, text in _rules(problem)
     ]
 
@@ -284,11 +279,11 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule, str]]:
                     yield MergeRule(rule, part), text_of(part, rule.text)
 
 
-def computed(rule: WholeRule) -> Compute:
+def computed(predict: Predict) -> Compute:
     """Return the ``compute`` of a rule about whole outputs: some rows of the output."""
 
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        whole, rows = _predicted(rule, problem), problem.rows(row_slice)
+        whole, rows = _predicted(predict, problem), problem.rows(row_slice)
         return Predicted(
             output=whole.output[rows][:, row_slice.heads],
             bound=whole.bound[rows][:, row_slice.heads],
@@ -298,8 +293,8 @@ def computed(rule: WholeRule) -> Compute:
 
 
 @lru_cache(maxsize=4)
-def _predicted(rule: WholeRule, problem: Problem) -> Predicted:
-    return rule.predict(problem)
+def _predicted(predict: Predict, problem: Problem) -> Predicted:
+    return predict(problem)
 
 
 @lru_cache(maxsize=2)
@@ -382,9 +377,7 @@ def _stored(
     That they are outside of the memory comes first: numbers do not distinguish such rules.
     """
     rows, heads = expected.shape
-    is_merge = (
-        problem.call.spec.merges
-    )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
+    is_merge = problem.call.spec.merges  # which stores [heads, rows], others [rows, heads]
     memory = TensorMemory(
         flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
         base=0,
@@ -411,8 +404,7 @@ def _stored(
 
 def _read(problem: Problem, values: torch.Tensor, bound: torch.Tensor) -> Iterator[str]:
     """Yield the rules under which a merge reads the log-sum-exp of a part at a wrong address."""
-    parts = partials(presented(problem.call), problem.target)
-    memory = {name: TensorMemory.of(getattr(parts, name), LSE_TERMS) for name in _LSES}
+    memory = {name: _merge_memory(problem.call, problem)[name] for name in _LSES}
     features = _features(problem)
     right = {
         name: one.read(address_of(one.terms, features, one.strides)).double()
@@ -450,8 +442,8 @@ def _features(problem: Problem) -> dict[str, torch.Tensor]:
 # merges them. The lab fills scratch memory with NaN, so an entry that was not stored gives NaN.
 
 _MOST_DIVISIONS = 2  # segments of tiles of 16 and 32, as the kernels of vLLM use
-_SCALAR_TERMS: tuple[Term, ...] = (("row", "stride 0"), ("head", "stride 1"), ("part", "stride 2"))
-_TERMS: tuple[Term, ...] = (*_SCALAR_TERMS, ("d", "stride 3"))
+_TERMS = terms_of("row", "head", "part", "d")
+_SCALAR_TERMS = _TERMS[:3]
 _OUTPUTS, _MAXIMA, _SUMS, _LOGS = (
     "outputs of the parts",
     "maxima of the parts",
@@ -534,7 +526,7 @@ def scratch_defects(problem: Problem) -> list[Defect]:
             family=FAMILY,
             name=f"{rule.rule.name} {rule.stored} {rule.division.text}",
             text=text,
-            compute=computed(rule),
+            compute=computed(rule.predict),
         )
         for rule, text in _scratch_rules_of(problem)
     ]

@@ -10,6 +10,7 @@ import torch
 
 from attnlab.case.shown import json_value
 from attnlab.contracts.contract import PARTITION_SIZE
+from attnlab.defects.edit import TILES
 from attnlab.diagnosis.candidates import Cells, ratio_of
 
 PLACES = ("sequences", "rows", "heads")
@@ -114,8 +115,6 @@ def region_text(cells: Cells, mask: torch.Tensor) -> str:
 
 
 # Where an error is: the wrong sequences, rows, heads and elements, and rules that may separate them.
-
-TILES = (16, 32, 64, 128)  # tile sizes of the kernels that the lab knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,8 @@ from attnlab.diagnosis.decision import (
     examine,
     examined,
     if_all_unwritten,
-    select_cause,
     status_of,
+    with_explanations,
     with_slot_kinds,
     withdraw,
 )
@@ -68,7 +68,7 @@ from attnlab.weights.facts import MOST_FACTS, weight_facts
 from attnlab.weights.fit import compare
 from attnlab.weights.measurement import Examined
 from attnlab.weights.plan import Description
-from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.setup import AttentionSetup, table_slots
 from attnlab.weights.xray import XRay, predict_case
 
 # Compare the weights that an X-ray describes with the outputs of further cases.
@@ -157,16 +157,8 @@ def follows_from(
 
 # Families whose defects change how much each key counts, not which slot is read as that key.
 _WEIGHTS = ("masks", "softmax", "scores", "sinks", "softcap")
-_OVERFLOW = (
-    "softcap_overflows"  # it depends on the size of the scores, which an X-ray may draw anew
-)
+_OVERFLOW = "softcap_overflows"  # depends on the size of the scores, which an X-ray may draw anew
 _AGREES = 0.5  # share of the rows and heads that a name must predict
-
-
-def needs_xray(diagnosis: Diagnosis) -> bool:
-    """Answer whether an X-ray may change a diagnosis: nothing is named, or a name says how keys count."""
-    explanations = diagnosis.explanations
-    return not explanations or any(one.defect.family in _WEIGHTS for one in explanations)
 
 
 def with_xray(diagnosis: Diagnosis, found: XRay) -> Diagnosis:
@@ -232,18 +224,10 @@ def _predicted(candidate: Candidate, setup: AttentionSetup) -> torch.Tensor | No
 
 def _slots(problem: Problem, setup: AttentionSetup, seq: int) -> torch.Tensor:
     """Return the slot of each position of a sequence, as the X-ray numbers them, [seq_len] int64."""
-    call, size = setup.call, setup.call.block_size
-    positions, ctx_len = (
-        torch.arange(problem.seq_len(seq)),
-        problem.seq_len(seq) - problem.query_len(seq),
-    )
-    blocks = (
-        call.block_table[seq]
-        .long()
-        .cpu()[(positions // size).clamp(max=call.block_table.shape[1] - 1)]
-    )
-    new = setup.cache_slots + problem.row_starts()[seq] + positions - ctx_len
-    return torch.where(positions < problem.cached_len(seq), blocks * size + positions % size, new)
+    cached = problem.cached_len(seq)
+    first_new = setup.cache_slots + problem.row_starts()[seq] - problem.ctx_len(seq)
+    new = first_new + torch.arange(cached, problem.seq_len(seq))
+    return torch.cat([table_slots(setup.call)[seq, :cached], new])
 
 
 # Compare a pattern with further cases: only what holds there, too, is stated as a rule.
@@ -256,16 +240,14 @@ def confirmed_claim(
 
     A claim from decodes alone is confirmed on decodes, and says so. ``processes``: as ``Kernel.processes``.
     """
-    claim = claim_of_examination(first)
+    claim, _ = claimed(first)
     if claim is None or not claim.is_rule:
         return None
     others = [*further_cases(case), *few_sequences(case)]
     if claim.only_decodes:
         others = [one for one in others if max(one.lengths.query_lens) <= 1]
-    more, seen = (
-        in_copies(partial(_claimed_in, lab, case, rerun), others, processes),
-        list[Claimed](),
-    )
+    more = in_copies(partial(_claimed_in, lab, case, rerun), others, processes)
+    seen = list[Claimed]()
 
     def claims() -> Iterator[Claimed]:
         yield from tuple(seen)
@@ -281,8 +263,11 @@ def confirmed_claim(
             cases += is_decisive
             if claim is None or not claim.is_rule:
                 return None
-        limit = _limit_of(claim.sequences[0]) if claim.sequences else None
-        if limit is None or _holds_at_edge(lab, case, claim, limit, rerun):
+        # the limit that a rule of sequences states, such as "with seq_len above 256"
+        limit = (
+            re.search(r" (?:above|up to) (\d+)$", claim.sequences[0]) if claim.sequences else None
+        )
+        if limit is None or _holds_at_edge(lab, case, claim, int(limit[1]), rerun):
             return claim if cases else None
         claim = dataclasses.replace(claim, sequences=claim.sequences[1:])
 
@@ -293,12 +278,6 @@ def _holds_at_edge(lab: Lab, case: Case, claim: PatternClaim, limit: int, rerun:
     found = None if other is None else _claimed_in(lab, case, rerun, other)
     left = None if found is None else compared(found, claim)[0]
     return left is not None and left.sequences[:1] == claim.sequences[:1]
-
-
-def _limit_of(rule: str) -> int | None:
-    """Return the limit that a rule of sequences states, such as "with seq_len above 256"."""
-    found = re.search(r" (?:above|up to) (\d+)$", rule)
-    return None if found is None else int(found[1])
 
 
 Claimed = tuple[PatternClaim | None, Sizes]  # by an output, and the sizes of its call
@@ -314,7 +293,12 @@ def _claimed_in(lab: Lab, case: Case, rerun: Rerun, other: Case) -> Claimed | No
 
 def claimed(found: Examination) -> Claimed:
     """Return what the errors of an examined output claim, and the sizes of its call."""
-    return claim_of_examination(found), sizes_of(found.problem)
+    ran, sizes = (
+        list(found.evidence.heads or range(found.problem.num_heads)),
+        sizes_of(found.problem),
+    )
+    is_wrong = found.evidence.locations.is_wrong
+    return claim_of(is_wrong, ran, sizes, found.diagnosis.pattern), sizes
 
 
 def compared(found: Claimed, claim: PatternClaim) -> tuple[PatternClaim | None, bool]:
@@ -323,13 +307,6 @@ def compared(found: Claimed, claim: PatternClaim) -> tuple[PatternClaim | None, 
     if again is None:
         return (claim if claim.predicts_none(sizes) else None), False
     return claim.common(again), True
-
-
-def claim_of_examination(found: Examination) -> PatternClaim | None:
-    """Return what the errors of an examined output claim."""
-    problem, pattern = found.problem, found.diagnosis.pattern
-    ran = list(found.evidence.heads or range(problem.num_heads))
-    return claim_of(found.evidence.locations.is_wrong, ran, sizes_of(problem), pattern)
 
 
 # Compare a Case and further ones with finite numbers and with NaN in their unwritten slots.
@@ -561,9 +538,8 @@ def with_reruns(
 ) -> Diagnosis:
     """Return the first diagnosis, refined by what reruns of the kernel show."""
     began = time.perf_counter()
-    diagnosis = _with_finite_contents(
-        lab, case, first, kernel.run, defects
-    )  # its cache is reused below
+    # its cache is reused below
+    diagnosis = _with_finite_contents(lab, case, first, kernel.run, defects)
     is_wrong = first.evidence.locations.is_wrong.any(1)
     dependence = find_dependence(kernel.run, case, output, is_wrong)
     diagnosis = dataclasses.replace(
@@ -625,10 +601,13 @@ def _from_the_first_block(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Ke
 def _xray_of(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> XRay | None:
     """Return an X-ray, if one may change a diagnosis and is quick; a run takes ``seconds``.
 
-    No name predicts the weights that a kernel gives to numbers of an op argument.
+    That needs no name, or one that says how keys count. No name predicts the weights that a kernel gives to
+    numbers of an op argument.
     """
-    is_named = diagnosis.explanations and case.op_argument != NONE
-    if kernel.xray is None or is_named or not needs_xray(diagnosis) or not can_xray(case, seconds):
+    names = diagnosis.explanations
+    is_about_keys = any(one.defect.family in _WEIGHTS for one in names)
+    is_open = not names or (is_about_keys and case.op_argument == NONE)
+    if kernel.xray is None or not is_open or not can_xray(case, seconds):
         return None
     with suppress(AttnLabError):  # the call is too large, or the kernel rejects coded values
         return kernel.xray(case)
@@ -686,11 +665,8 @@ def _with_finite_contents(
     second = examine(lab, finite, rerun(finite), defects, first.diagnosis.pattern)
     if second.diagnosis.is_wrong:
         return second.diagnosis
-    explanations = [
-        candidate
-        for candidate in first.diagnosis.explanations
-        if is_hidden(second.problem, candidate.defect)
-    ]
+    found = first.diagnosis.explanations
+    explanations = [one for one in found if is_hidden(second.problem, one.defect)]
     left = [candidate.name for candidate in explanations]
     candidates = [
         dataclasses.replace(candidate, verdict="excluded by rerun")
@@ -698,11 +674,5 @@ def _with_finite_contents(
         else candidate
         for candidate in first.diagnosis.candidates
     ]
-    cause = select_cause(explanations)
-    return dataclasses.replace(
-        first.diagnosis,
-        status=status_of(cause, explanations, first.diagnosis.pattern),
-        cause=cause,
-        explanations=explanations,
-        candidates=candidates,
-    )
+    again = dataclasses.replace(first.diagnosis, candidates=candidates)
+    return with_explanations(again, explanations)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.claims import KernelLocation, RepairClaim
@@ -32,13 +32,13 @@ from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.run_log import Budget, TooLong, other_outside
 from attnlab.kernels.triton.source_edits import expression_of, span_of
 from attnlab.lab.lab import Lab
+from attnlab.weights.conclude import if_allowed
 
 _MOST_EDITS = 6  # that are compared with each other
 _MOST_S = 40.0  # processor time; edits that are not confirmed by then are no claim
 _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
-_FEWEST = (
-    10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
-)
+# Further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong.
+_FEWEST = 10
 _MOST_CASES = 100  # about as many as there can be
 _PROOFS_AT_ONCE = 16  # that are shared by all cores
 _MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few
@@ -150,10 +150,7 @@ def with_contents(case: Case, slots: str) -> Case:
     An op argument may ask for a buffer of its own, which stays.
     """
     known = case.replace(empty_slots=slots)
-    try:
-        return known.replace(output_init="recycled")
-    except InvalidCase:
-        return known
+    return if_allowed(known, output_init="recycled") or known
 
 
 def varied_cases(case: Case) -> Iterator[Case]:
@@ -201,12 +198,12 @@ def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator
     }
     own, done = set(decide(case).kernels), {case}
     for seed, changes in enumerate(variations, 71):
-        with suppress(InvalidCase):
-            changed = case.replace(**{**small, "seed": case.seed + seed, **changes})
+        changed = if_allowed(case, **{**small, "seed": case.seed + seed, **changes})
+        if changed and set(decide(changed).kernels) == own:
             plain = changed.replace(seed=case.seed)
-            if plain not in done and set(decide(changed).kernels) == own:
-                done.add(plain)
+            if plain not in done:
                 yield changed
+            done.add(plain)
 
 
 def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim | None:
@@ -730,7 +727,8 @@ class Proof:
         that a window freed, NaN must not reach more elements than without the edit: weights of 0 hide finite
         numbers.
         """
-        if self.has_freed and self._spreads_nan(repair):
+        nan = (self._result("nan", one) for one in ((repair, None) if self.has_freed else ()))
+        if self.has_freed and _adds_nan(*nan):
             return True
         right = self._is_right("garbage", repair)
         if right is None:
@@ -745,10 +743,6 @@ class Proof:
         if edited is None or plain is None or edited[1].shape != plain[1].shape:
             return False
         return bool(rows_equal(edited[1], plain[1]).all())
-
-    def _spreads_nan(self, repair: Repair) -> bool:
-        """Answer whether, with NaN in slots without a token, an edit adds elements that are NaN."""
-        return _adds_nan(self._result("nan", repair), self._result("nan", None))
 
     @property
     def has_leak(self) -> bool:

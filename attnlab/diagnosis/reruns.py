@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.control import rows_agree, rows_equal
 from attnlab.kernels.triton.run_log import other_outside
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
-from attnlab.weights.conclude import other_case, with_more_heads
+from attnlab.weights.conclude import if_allowed, other_case, with_more_heads
 
 # A second case with other lengths and odd scales, in which an explanation must hold again.
 #
@@ -98,15 +98,13 @@ def further_cases(case: Case) -> Iterator[Case]:
     batches += [_LAST_WITHOUT_CONTEXT] if case.spec.merges else []
     for seed, pairs in enumerate(batches, 13):
         chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
-        other = _longer_case(case, chosen, seed)
-        if other is not None:
+        if other := _longer_case(case, chosen, seed):
             yield other
     if case.sliding_window:
         yield from _with_other_windows(case, only_decodes)
     if case.spec.parts:  # two parts of several tiles each, so that a tile is not taken for a part
         pairs = ((1, 101), (1 if only_decodes else 5, 74), (1, 43))
-        other = _longer_case(case, pairs, 29, num_splits=2)
-        if other is not None:
+        if other := _longer_case(case, pairs, 29, num_splits=2):
             yield other
 
 
@@ -114,13 +112,11 @@ def _with_other_windows(case: Case, only_decodes: bool) -> Iterator[Case]:
     """Yield cases with other sliding windows: one that hides no key, and one of several tiles that are not
     whole, in a batch of its own."""
     longest = max(case.lengths.seq_lens)
-    with contextlib.suppress(InvalidCase):
-        if longest > case.sliding_window:
-            yield case.replace(sliding_window=longest)
+    if longest > case.sliding_window and (other := if_allowed(case, sliding_window=longest)):
+        yield other
     size = _WINDOW if case.sliding_window < _WINDOW else case.sliding_window // 2 + 5
     pairs = ((1, size + 26), (1 if only_decodes else 19, size + 9), (1, 7))
-    other = _longer_case(case, pairs, 27, sliding_window=size)
-    if other is not None:
+    if other := _longer_case(case, pairs, 27, sliding_window=size):
         yield other
 
 
@@ -141,8 +137,7 @@ def few_sequences(case: Case, *, fewer_kernels: bool = False) -> Iterator[Case]:
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     for seed, pairs in enumerate(_FEW, 31):
         chosen = [(1, ctx + query - 1) for query, ctx in pairs] if only_decodes else pairs
-        other = _longer_case(case, chosen, seed, fewer_kernels=fewer_kernels)
-        if other is not None:
+        if other := _longer_case(case, chosen, seed, fewer_kernels=fewer_kernels):
             yield other
 
 
@@ -161,7 +156,7 @@ def nearby_cases(case: Case) -> Iterator[Case]:
         ]
         with keeping((*_FIXED.get(), *fixed)):
             other = _longer_case(case, pairs, 51 + seed)
-        if other is not None:
+        if other:
             yield other
 
 
@@ -188,8 +183,7 @@ def few_keys(case: Case) -> Iterator[Case]:
     if max(case.lengths.query_lens, default=0) > 1:
         pairs.append((2, 1))
     near = case.replace(first_block=0, num_blocks=None) if case.first_block else case
-    other = _longer_case(near, pairs, 43)
-    if other is not None:
+    if other := _longer_case(near, pairs, 43):
         yield other
 
 
@@ -209,11 +203,16 @@ def every_remainder_case(case: Case) -> Case | None:
 def with_larger_groups(case: Case) -> Case | None:
     """Return a case with one query head more per KV head, or None if other kernels run it."""
     group = case.num_queries_per_kv + 1
-    try:
-        changed = case.replace(num_heads=case.num_kv_heads * group, num_queries_per_kv=group)
-    except InvalidCase:
+    heads = case.num_kv_heads * group
+    return _on_same_kernels(case, if_allowed(case, num_heads=heads, num_queries_per_kv=group))
+
+
+def _on_same_kernels(case: Case, other: Case | None, fewer: bool = False) -> Case | None:
+    """Return another case if the same kernels run it, or, with ``fewer``, some of them; else None."""
+    if other is None:
         return None
-    return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None
+    own, others = set(decide(case).kernels), set(decide(other).kernels)
+    return other if others == own or (fewer and others < own) else None
 
 
 def edge_case(case: Case, limit: int) -> Case | None:
@@ -249,40 +248,30 @@ def _longer_case(
     if not case.spec.context:
         pairs = [(query + ctx, 0) for query, ctx in pairs]
     changes = {**_lengths(case, pairs), **_other_scales(case), **more}
-    try:
-        changed = case.replace(seed=case.seed + seed, freed="kept", **changes)
-    except InvalidCase:
-        return None
-    own, others = set(decide(case).kernels), set(decide(changed).kernels)
-    return changed if others == own or (fewer_kernels and others < own) else None
+    changed = if_allowed(case, seed=case.seed + seed, freed="kept", **changes)
+    return _on_same_kernels(case, changed, fewer_kernels)
 
 
 def _with_other_blocks(case: Case) -> Case:
     """Return a case with another block size, or the case itself if that must stay."""
     for size in () if "block_size" in _FIXED.get() else (8, 16, 32):  # few tiles have 8 keys
-        with contextlib.suppress(InvalidCase):
-            if size != case.block_size:
-                return case.replace(block_size=size, num_blocks=None)
+        other = if_allowed(case, block_size=size, num_blocks=None)
+        if size != case.block_size and other:
+            return other
     return case
 
 
 def with_other_numbers(case: Case) -> Case | None:
     """Return a case with the same lengths, normal numbers from another seed and odd scales, or None."""
-    try:
-        return case.replace(seed=case.seed + 41, **_other_scales(case))
-    except InvalidCase:
-        return None
+    return if_allowed(case, seed=case.seed + 41, **_other_scales(case))
 
 
 def second_case(case: Case) -> Case | None:
     """Return a case with other lengths and scales for the same kernels, or None if there is none."""
     lens = _other_lens(case)
     for changes in ({**lens, **_other_scales(case)}, _other_scales(case), lens):
-        try:
-            changed = case.replace(**changes)
-        except InvalidCase:
-            continue  # the Case does not allow this change
-        if changed != case and set(decide(changed).kernels) == set(decide(case).kernels):
+        changed = _on_same_kernels(case, if_allowed(case, **changes))
+        if changed and changed != case:
             return changed
     return None
 

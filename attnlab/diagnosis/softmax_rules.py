@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from attnlab.defects.edit import Compute, Defect, Rows
+from attnlab.defects.edit import Compute, Defect, Rows, compute_of
 from attnlab.diagnosis.divisions import LOOPS, Division, Parts, divisions, with_tiles_to
 from attnlab.lab.problem import AttentionInputs, Predicted, Problem, RowSlice, scores_of
 
@@ -311,9 +311,8 @@ def loop_defects(problem: Problem) -> list[Defect]:
         edits |= _edits(_MOVED) | _ALIBI if has_alibi else {}
         edits |= _WINDOW if call.sliding_window > 1 else {}
         for loop in (0, 1):
-            found[loop] = edits | (
-                {_NUMBERS[loop]: _of_numbers(loop)} if call.sliding_window else {}
-            )
+            of_numbers: _Edits = {_NUMBERS[loop]: partial(_of_numbers, loop)}
+            found[loop] = edits | (of_numbers if call.sliding_window else {})
     return [
         Defect(family=FAMILY, name=text, text=text, compute=_in_loop(edit, loop))
         for loop, laws in found.items()
@@ -339,18 +338,15 @@ def _texts(words: str, loop: int | None, *, has_sinks: bool) -> list[str]:
 def _in_loop(edit: Callable[[Rows], AttentionInputs], loop: int | None) -> Compute:
     """Return the ``compute`` of an edit that only the keys of a loop have."""
 
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        at = Rows(problem=problem, slice=row_slice)
+    def mixed(at: Rows) -> AttentionInputs:
         other, is_wrong = edit(at), torch.ones(at.seq_len, dtype=torch.bool)
         if loop is not None:
             is_wrong = (at.keys >= at.cached) == bool(loop)
-        mixed = torch.where(is_wrong, scores_of(other), scores_of(at.inputs))
+        found = torch.where(is_wrong, scores_of(other), scores_of(at.inputs))
         visible = torch.where(is_wrong, other.visible, at.visible)
-        return problem.predict(
-            at.change(visible=visible, weigh=lambda scores: at.softmax(mixed.to(scores.dtype)))
-        )
+        return at.change(visible=visible, weigh=lambda scores: at.softmax(found.to(scores.dtype)))
 
-    return compute
+    return compute_of(mixed)
 
 
 # Edits that are added to scores: the text, that of the opposite, and the edit with the sign 1 or -1.
@@ -393,9 +389,7 @@ _SCALED: _Edits = {
 }
 _ALIBI: _Edits = {
     "ALiBi is missing": lambda at: at.change(alibi_slopes=None),
-    "ALiBi has the opposite sign": lambda at: at.change(
-        alibi_slopes=None if (slopes := at.inputs.alibi_slopes) is None else -slopes
-    ),
+    "ALiBi has the opposite sign": lambda at: at.slope(lambda slopes: -slopes[at.heads]),
 }
 _CLAMPED: _Edits = {
     "ALiBi does not grow in the context": lambda at: at.change(
@@ -428,18 +422,14 @@ def _plus(at: Rows, number: float) -> AttentionInputs:
     return at.change(key_bias=torch.full((at.seq_len,), number, dtype=torch.float64))
 
 
-def _of_numbers(loop: int) -> Callable[[Rows], AttentionInputs]:
-    """Return the window that counts rows or keys of a loop by their numbers among the new tokens.
+def _of_numbers(loop: int, at: Rows) -> AttentionInputs:
+    """Return the inputs if the window counts rows or keys of a loop by their numbers among the new tokens.
 
     Over the context these are rows without the length of the context, over the new tokens keys without it.
     """
-
-    def edit(at: Rows) -> AttentionInputs:
-        lost = at.ctx_len if loop == 0 else -at.ctx_len
-        is_near = -at.after - lost < at.call.sliding_window
-        return at.change(visible=at.seen_under(sliding_window=0) & is_near)
-
-    return edit
+    lost = at.ctx_len if loop == 0 else -at.ctx_len
+    is_near = -at.after - lost < at.call.sliding_window
+    return at.change(visible=at.seen_under(sliding_window=0) & is_near)
 
 
 # Rules about the softmax: one wrong step of a running softmax, or of the merge of its parts.
@@ -639,8 +629,7 @@ def _computed(law: SoftmaxLaw, division: Division) -> Compute:
             )
         if not bool(is_empty.any()):
             return predicted
-        return dataclasses.replace(
-            predicted, sees_nothing=is_empty
-        )  # 0, or the quotient of 0 and 0
+        # such a row is 0, or the quotient of 0 and 0
+        return dataclasses.replace(predicted, sees_nothing=is_empty)
 
     return compute

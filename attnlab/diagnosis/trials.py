@@ -340,8 +340,11 @@ def _padded(ran: Result, launches: list[LaunchLog]) -> TrialTarget | None:
 
 def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialTarget | None:
     """Return the log-sum-exp, with as many dimensions as it is stored; rows of padding must have -inf."""
-    stored = None if ran.lse is None else argument_at(launches, ran.lse.data_ptr())
-    if ran.lse is None or stored is None or stored.dim() != 2:
+    if ran.lse is None:
+        return None
+    address = ran.lse.data_ptr()
+    stored = next((one for one in _arguments(launches) if one.data_ptr() == address), None)
+    if stored is None or stored.dim() != 2:
         return None
     expected, bound = (one.cpu().double() for one in lab.expected_lse(case))
     heads_first, rows_first = stored.stride()[::-1], stored.stride()
@@ -368,18 +371,12 @@ def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialT
     return TrialTarget(replay=replay, judge=judge, right=judge(stored[..., None]))
 
 
-def argument_at(launches: list[LaunchLog], address: int) -> torch.Tensor | None:
-    """Return the tensor at an address among the arguments of launches, or None."""
-    return next((one for one in _arguments(launches) if one.data_ptr() == address), None)
-
-
 COSTS = (1, 2, 3)
 # What an edit that uses an unused name gains, in units of the cost: a fault may have left it out. The first
 # is for a statement with similar names.
 _REVIVED, _REVIVED_ELSEWHERE = 2.0, 0.8
-_MOST_IDLE = (
-    4  # programs that store nothing, of those that run if no program stores a wrong element
-)
+# Programs that store nothing, of those that run if no program stores a wrong element.
+_MOST_IDLE = 4
 _GRACE_S = 15.0  # that trials may take longer than their limit: one run, and one of a second case
 _STEP = 0.003  # by which an edit of a statement comes after that before it, in units of the cost
 
@@ -605,9 +602,7 @@ class Trials:
             for cost in COSTS:
                 wanted = kernel.executed if cost < COSTS[-1] else inside
                 for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
-                    ranks = Counter[
-                        int
-                    ]()  # so that the edits of a statement take turns with the others
+                    ranks = Counter[int]()  # the edits of a statement take turns with others
                     for edit in edits(text, chosen, cost, kernel.text):
                         order = cost - suspicion(kernel.line(edit.statement))
                         order += _STEP * ranks[edit.statement]

@@ -148,24 +148,11 @@ _SHORT = {  # contexts so short that each key counts, and longer ones with sever
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remedies:
-    """What kills the survivors of a test.
-
-    - ``cheapest``: by name, the cheapest changes that kill a mutant.
-    - ``equivalent``: names of mutants that no data can show.
-    - ``proposal``: the changes that kill the most survivors; ``left``: the names of the others;
-      ``models_pass``: whether the Case's backend passes the test with the proposal.
-    """
-
-    cheapest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    equivalent: frozenset[str] = frozenset()
-    proposal: dict[str, Any] | None = None
-    left: list[str] = field(default_factory=list)
-    models_pass: bool | None = None
-
-
-NO_REMEDIES = Remedies()
+Changes = dict[str, Any]
+# What kills the survivors of a test: by name, the cheapest changes that kill a mutant; the names of mutants
+# that no data can show; and the fields of a report about the changes that kill the most survivors.
+Remedies = tuple[dict[str, Changes], set[str], dict[str, Any]]
+NO_REMEDIES: Remedies = ({}, set(), {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,41 +241,39 @@ class Scored:
             on_step("mutants that no data can show", i, len(left))
             excluded |= {name} if self.equivalent(name) else set()
         on_step("the backend with the proposal")
-        return Remedies(
-            cheapest=cheapest,
-            equivalent=frozenset(excluded),
-            proposal=self.changes(best),
-            left=sorted({*alive} - killed[best] - excluded),
-            models_pass=self.passes(best),
-        )
+        fields = {
+            "proposal": self.changes(best),
+            "left": sorted({*alive} - killed[best] - excluded),
+            "models_pass": self.passes(best),
+        }
+        return cheapest, excluded, fields
 
     def report(self, found: Remedies, began: float) -> "MutationReport":
         """Return the report of the mutants."""
         rows, heads = self.sampled
+        cheapest, equivalent, fields = found
+        mutants = []
+        for one in self.mutants:
+            own = self.scores[one.name]
+            alive = "equivalent" if one.name in equivalent else "survived"
+            mutants.append(
+                Mutant(
+                    name=one.name,
+                    text=one.text,
+                    outcome="killed" if own.is_killed else alive,
+                    effect=own.effect,
+                    margin=own.margin,
+                    margins=own.margins,
+                    remedy=cheapest.get(one.name),
+                )
+            )
         return MutationReport(
             case=self.case,
-            mutants=sorted(
-                (self._row(one, found) for one in self.mutants), key=lambda m: -m.margin
-            ),
-            proposal=found.proposal,
-            left=found.left,
-            models_pass=found.models_pass,
+            mutants=sorted(mutants, key=lambda m: -m.margin),
+            **fields,
             sampled=(rows, self.case.lengths.num_tokens),
             heads=heads,
             seconds=time.perf_counter() - began,
-        )
-
-    def _row(self, mutant: Defect, found: Remedies) -> "Mutant":
-        own, name = self.scores[mutant.name], mutant.name
-        alive = "equivalent" if name in found.equivalent else "survived"
-        return Mutant(
-            name=name,
-            text=mutant.text,
-            outcome="killed" if own.is_killed else alive,
-            effect=own.effect,
-            margin=own.margin,
-            margins=own.margins,
-            remedy=found.cheapest.get(name),
         )
 
 

@@ -18,7 +18,7 @@ from attnlab.kernels.model import format_of
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import coarse
-from attnlab.weights.setup import AttentionSetup, cache_slots, has_new_slots
+from attnlab.weights.setup import AttentionSetup, cache_slots, has_new_slots, table_slots
 
 
 def num_slots(call: KernelCall) -> int:
@@ -43,9 +43,9 @@ def one_hot(
         yield codes
 
 
-def random_codes(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+def random_codes(shape: tuple[int, ...]) -> torch.Tensor:
     """Return ±1, ±2 or ±4 for every slot, head and element, int8."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**63), 2**63 - 1, (-(-prod(shape) // 8),), generator=generator)
     numbers = words.view(torch.int8)[: prod(shape)].view(shape)
     magnitudes = torch.ones_like(numbers) << (numbers & 127) % 3
@@ -123,10 +123,10 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return copy.copy_(new)
 
 
-def with_drawn_keys(call: KernelCall, target: Target, seed: int = 5) -> KernelCall:
+def with_drawn_keys(call: KernelCall, target: Target) -> KernelCall:
     """Return the call with query and keys of N(0, 1), where its own scores hardly differ."""
     format = format_of(call, target)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(5)
     scale = call.k_scale if format.is_fp8 else 1.0
     cached = torch.randn(call.key_cache.shape, generator=generator) / scale
     if call.spec.coarse:
@@ -158,9 +158,8 @@ class SlotOwners:
 
     def take(self, slots: torch.Tensor) -> "SlotOwners":
         """Return the owners of some slots."""
-        parts = (self.seq, self.position, self.is_tail, self.is_new)
-        seq, position, is_tail, is_new = (one[slots] for one in parts)
-        return SlotOwners(seq=seq, position=position, is_tail=is_tail, is_new=is_new)
+        fields = dataclasses.fields(self)
+        return SlotOwners(**{one.name: getattr(self, one.name)[slots] for one in fields})
 
     def kind(self, slot: int, seq: int, position: int) -> str:
         """Return what a slot is to a row of a sequence at a position, in words."""
@@ -177,16 +176,15 @@ class SlotOwners:
 
 def slot_owners(call: KernelCall) -> SlotOwners:
     """Return the owners of the slots of a call."""
-    table, size = call.block_table.long().cpu(), call.block_size
+    table = table_slots(call)
     starts, seq_lens = call.query_start_loc.long().cpu(), call.seq_lens.long().cpu()
     old, tokens = cache_slots(call), call.query.shape[0] if has_new_slots(call) else 0
     seq = torch.full((old + tokens,), NONE)
     position = torch.full_like(seq, NONE)
-    at = torch.arange(table.shape[1] * size)
+    at = torch.arange(table.shape[1])
     for one in reversed(range(len(table))):
-        blocks = table[one, at // size]
-        inside = (blocks >= 0) & (blocks < call.value_cache.shape[0])
-        slots = (blocks * size + at % size)[inside]
+        inside = table[one] >= 0
+        slots = table[one, inside]
         used = (at < seq_lens[one])[inside]
         for take in (~used, used):  # a slot that holds a token wins over a tail
             free = take if bool(take.all()) else take & ((seq[slots] == NONE) | used)
@@ -239,11 +237,6 @@ class Lanes:
     def is_one_to_one(self) -> bool:
         """Answer whether every lane has at most one slot."""
         return len(self.of) == self.count
-
-
-def single_lanes(call: KernelCall, slots: int, device: torch.device | str = "cpu") -> Lanes:
-    """Return one lane for every slot."""
-    return Lanes(of=torch.arange(slots, device=device), cached=cache_slots(call), count=slots)
 
 
 def shared_lanes(call: KernelCall, owners: SlotOwners) -> Lanes:

@@ -3,7 +3,9 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,21 +48,28 @@ from attnlab.weights.measurement import (
     is_coarse,
     runner,
 )
-from attnlab.weights.plan import Constant, Description, Rule, numbers, right_plan
+from attnlab.weights.plan import Constant, Description, Plan, Rule, numbers, right_plan
 from attnlab.weights.rules import Gain, HeadFactors, KeyHead, Power, ScoreFactor, TileTimes
-from attnlab.weights.search import MAX_RULES, Found, describe
+from attnlab.weights.search import MAX_RULES, Found, Search
 from attnlab.weights.setup import (
     AttentionSetup,
     check_readable,
     device_for,
     moved,
     near_slots,
-    with_value_scales,
+    value_scales,
 )
 from attnlab.weights.xray import ValueFaults, XRay, predicts_values, value_faults
 
 # Another Case for a description: odd scales, other lengths and other numbers, on the same kernels.
 _OTHER_SCALE = 1.17  # of the scores, in units of the first: no constant of a rule
+
+
+def if_allowed(case: Case, **changes: Any) -> Case | None:
+    """Return a Case with changes, or None if it does not allow them."""
+    with suppress(InvalidCase):
+        return case.replace(**changes)
+    return None
 
 
 def other_case(case: Case) -> Case | None:
@@ -97,11 +106,8 @@ def other_case(case: Case) -> Case | None:
         changes["sm_scale"] = round(case.sm_scale * _OTHER_SCALE, 6)
     if case.is_fp8:
         changes |= {"k_scale": case.k_scale * 1.3, "v_scale": case.v_scale * 0.7}
-    try:
-        other = case.replace(**changes)
-    except InvalidCase:
-        return None
-    return other if decide(other).kernels == decide(case).kernels else None
+    other = if_allowed(case, **changes)
+    return other if other and decide(other).kernels == decide(case).kernels else None
 
 
 _MOST_HEADS = 32  # of a Case that gets a case with more
@@ -111,10 +117,7 @@ def with_more_heads(case: Case) -> Case:
     """Return a Case with three KV heads more: a rule may hold with two of them alone."""
     if case.kv_head_range is not None or case.num_heads > _MOST_HEADS:
         return case
-    try:
-        return case.replace(num_heads=case.num_heads + 3 * case.num_queries_per_kv)
-    except InvalidCase:
-        return case
+    return if_allowed(case, num_heads=case.num_heads + 3 * case.num_queries_per_kv) or case
 
 
 def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
@@ -125,12 +128,11 @@ def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
     return max(case.max_blocks_per_seq, -(-longest // case.block_size))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class UsableRows:
     """Rows of a measurement.
 
     - ``rows``: [n] indices into those of the measurement; ``setup``, ``measured``, ``expected``: of them.
-    - ``law``, ``magnitudes``: fits of the weights, of some rows of a large call; None if there are too few.
     - ``is_all``: whether they are all rows of the measurement.
     """
 
@@ -139,9 +141,37 @@ class UsableRows:
     measured: torch.Tensor
     expected: torch.Tensor
     owners: SlotOwners
-    law: Law | None
-    magnitudes: Magnitudes | None
     is_all: bool
+
+    @cached_property
+    def _fitted(self) -> tuple[Plan, torch.Tensor] | None:
+        """Return the right plan and the weights of some rows of a large call, of all of a small one."""
+        if not len(self.rows):
+            return None
+        some = some_rows(self.setup)
+        if len(some) == len(self.rows):
+            return right_plan(self.setup), self.measured
+        return right_plan(self.setup.take(some)), self.measured[some]
+
+    @cached_property
+    def law(self) -> Law | None:
+        """Return the fit of the log weights; None if there are too few."""
+        return None if self._fitted is None else fit_law(*self._fitted)
+
+    @cached_property
+    def magnitudes(self) -> Magnitudes | None:
+        """Return the fit of the factors, on the CPU; None if there are too few weights."""
+        found = None if self._fitted is None else fit_magnitudes(*self._fitted)
+        return None if found is None else moved(found, "cpu")
+
+    def are_within(self, slack: float) -> bool:
+        """Answer whether all weights are right up to so many bounds."""
+        return bool(explained(self.setup, self.measured, self.expected, slack).all())
+
+    @property
+    def is_coarse(self) -> bool:
+        """Answer whether rounding to bfloat16 explains what is wrong with the weights."""
+        return is_coarse(self.setup, self.measured, self.expected)
 
     @property
     def zero(self) -> torch.Tensor:
@@ -152,14 +182,9 @@ class UsableRows:
 
     def take(self, keep: torch.Tensor) -> "UsableRows":
         """Return some of the rows; ``keep``: [n] bool."""
-        return _usable(
-            self.rows[keep],
-            self.setup.take(torch.nonzero(keep).flatten(), _every_head(self.setup)),
-            self.measured[keep],
-            self.expected[keep],
-            self.owners,
-            is_all=self.is_all and bool(keep.all()),
-        )
+        setup, is_all = self.setup.take(torch.nonzero(keep).flatten()), bool(keep.all())
+        weights = self.measured[keep], self.expected[keep]
+        return UsableRows(self.rows[keep], setup, *weights, self.owners, self.is_all and is_all)
 
 
 _MANY = 4096  # slots, beyond which those that no row reads or may read are left out
@@ -174,49 +199,14 @@ def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
     finite = found.measurement.finite & found.setup.query.isfinite().flatten(1).all(1)
     rows = torch.nonzero(finite).flatten()
     setup, measured, expected = found.setup, found.measurement.weights, found.expected
-    owners = found.owners
-    if not bool(finite.all()):
-        setup = setup.take(rows, _every_head(setup))
-        measured, expected = measured[rows], expected[rows]
-    if every_slot or setup.num_slots <= _MANY or not len(rows):
-        return _usable(rows, setup, measured, expected, owners, is_all=bool(finite.all()))
-    kept = near_slots(setup, (measured != 0).any(0).any(0))
-    setup, measured, expected = setup.with_slots(kept), measured[..., kept], expected[..., kept]
-    return _usable(rows, setup, measured, expected, owners.take(kept), is_all=bool(finite.all()))
-
-
-def _usable(
-    rows: torch.Tensor,
-    setup: AttentionSetup,
-    measured: torch.Tensor,
-    expected: torch.Tensor,
-    owners: SlotOwners,
-    *,
-    is_all: bool,
-) -> UsableRows:
-    law, magnitudes = None, None
-    if len(rows):
-        some = some_rows(setup)
-        is_small = len(some) == len(rows)
-        part = setup if is_small else setup.take(some, _every_head(setup))
-        plan, fitted = right_plan(part), measured if is_small else measured[some]
-        law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
-        fit = fit_magnitudes(plan, fitted)
-        magnitudes = None if fit is None else moved(fit, "cpu")
-    return UsableRows(
-        rows=rows,
-        setup=setup,
-        measured=measured,
-        expected=expected,
-        owners=owners,
-        law=law,
-        magnitudes=magnitudes,
-        is_all=is_all,
-    )
-
-
-def _every_head(setup: AttentionSetup) -> torch.Tensor:
-    return torch.arange(len(setup.heads), device=setup.device)
+    owners, is_all = found.owners, bool(finite.all())
+    if not is_all:
+        setup, measured, expected = setup.take(rows), measured[rows], expected[rows]
+    if not every_slot and setup.num_slots > _MANY and len(rows):
+        kept = near_slots(setup, (measured != 0).any(0).any(0))
+        measured, expected = measured[..., kept], expected[..., kept]
+        setup, owners = setup.with_slots(kept), owners.take(kept)
+    return UsableRows(rows, setup, measured, expected, owners, is_all)
 
 
 def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:
@@ -230,9 +220,8 @@ def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:
 
 # How often an X-ray runs the kernel.
 
-_FURTHER = (
-    5  # with random values, and where a row may be unwritten or a value come from another head
-)
+# With random values, and where a row may be unwritten or a value come from another head.
+_FURTHER = 5
 
 
 def most_runs(case: Case) -> int:
@@ -285,10 +274,8 @@ class SecondCase:
         subject = None if self._other is None else self._other(heads, every_head, more_heads)
         found = None
         if subject is not None:
-            try:
+            with suppress(AttnLabError):
                 found = examine(subject, resolve=False, values=every_head)
-            except AttnLabError:
-                found = None
         self._known[heads, every_head, more_heads] = found
         return found
 
@@ -327,7 +314,8 @@ class SecondCase:
 
 _NOTHING = Found(descriptions=(), tried=0)
 _ZERO_S = 2.0  # time for the search for a rule of rows of zeros
-_BE = {False: "is", True: "are"}
+
+
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
 _CLEAR = 2 * SLACK  # bounds; a rule leaves up to half of that
 _WEIGHTS_EACH = 8  # wrong weights for each part of a rule that one call shows
@@ -359,21 +347,18 @@ def _concluded(
     """Return the X-ray of a measurement."""
     if not found.is_right:  # the search for rules is one of the CPU
         found = found.on_cpu
-    run = runner(subject.backend, subject.target, subject.kernels, subject.options)
+    run = runner(subject, "cpu")
     usable, second = usable_rows(found, every_slot=False), SecondCase(other)
     verdict = _Verdict(status="unreadable")
     if len(usable.rows):
-        three = usable.setup, usable.measured, usable.expected
-        coarse = bool(explained(*three, 1.0).all()) or is_coarse(*three)
+        coarse = usable.are_within(1.0) or usable.is_coarse
         faults = value_faults(found.setup, found.measurement, run, COARSE_VALUES if coarse else 0.0)
         if faults.elements is not None:
             found = with_elements(found, faults.elements)
             usable = usable_rows(found, every_slot=False)
         verdict = _judge_all(usable, faults, second, limit_s)
     setup, measurement = found.setup, found.measurement
-    codes = (
-        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
-    )
+    codes = f" with one-hot{' and random signed' if measurement.error else ''} codes"
     lines = [
         f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
         f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
@@ -422,8 +407,7 @@ def _judge_all(
         again = _judge(usable, faults, second, min(limit_s, _ZERO_S), 1)
         if again.status == "described":
             return again
-    rows = usable.setup.rows[zero].tolist()
-    words = f"{'row' if len(rows) == 1 else 'rows'} {numbers(rows)} {_BE[len(rows) > 1]} 0 in every head"
+    words = f"{_rows_are(usable.setup.rows[zero])} 0 in every head"
     status = "undecided" if verdict.status == "undecided" else "described"
     prefix = "" if verdict.status == "right" else "other rows: "
     lines = (
@@ -444,7 +428,7 @@ def _judge(
     setup, measured, expected = usable.setup, usable.measured, usable.expected
     holds = second.confirms_values(faults) if faults.is_rule else None
     about_values = _about_values(faults, holds)
-    if bool(explained(setup, measured, expected, 1.0).all()):
+    if usable.are_within(1.0):
         hidden = too_coarse(setup, expected)
         if not about_values and bool(hidden.any()):
             return _Verdict(status="undecided", sentences=(_not_decided(hidden),))
@@ -455,8 +439,9 @@ def _judge(
         lines = (*about_values, "the weights themselves are right")
         status = "undecided" if holds is False else "described"
         return _Verdict(status=status, confirmed=holds, sentences=lines)
-    coarse = is_coarse(setup, measured, expected)
-    search = describe(setup, measured, *((_COARSE_S, 1) if coarse else (limit_s, max_rules)))
+    coarse = usable.is_coarse
+    limits = (_COARSE_S, 1) if coarse else (limit_s, max_rules)
+    search = Search(setup, measured, *limits).run()
     plain = (*about_values, *pattern(setup, measured, expected, usable.owners, usable.law))
     if not coarse and usable.magnitudes is not None and usable.magnitudes.text:
         plain = (*plain, usable.magnitudes.text)
@@ -494,7 +479,7 @@ def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
 
 def _why_not_stated(usable: UsableRows, one: Description, confirmed: bool | None) -> str:
     """Return why a description that fits is not stated, or ""."""
-    if bool(explained(usable.setup, usable.measured, usable.expected, _CLEAR).all()):
+    if usable.are_within(_CLEAR):
         return f"each is within {_CLEAR:g} bounds of the right weight, where other rules fit, too"
     if confirmed is None and not _is_over_determined(usable, one):
         return "so few weights fit other rules, too, and no other call confirms it"
@@ -503,9 +488,8 @@ def _why_not_stated(usable: UsableRows, one: Description, confirmed: bool | None
 
 def _is_over_determined(usable: UsableRows, one: Description) -> bool:
     """Answer whether one call shows a description: one rule, with many more wrong weights than parts."""
-    setup, expected = usable.setup, usable.expected
-    bound = expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
-    wrong = int(((usable.measured - expected).abs() > bound).sum())
+    error = (usable.measured - usable.expected).abs()
+    wrong = int((error > usable.setup.bound(usable.expected)).sum())
     return len(one.rules) == 1 and wrong >= _WEIGHTS_EACH * one.rules[0].complexity
 
 
@@ -589,10 +573,15 @@ def rounding_of(case: Case, lab: Lab) -> float | None:
     None if rounding to bfloat16 does not explain every weight. Raises as :func:`xray`.
     """
     usable = usable_rows(measured_weights(case, lab))
-    three = usable.setup, usable.measured, usable.expected
-    if not usable.is_all or bool(usable.zero.any()) or not is_coarse(*three):
+    if not usable.is_all or bool(usable.zero.any()) or not usable.is_coarse:
         return None
-    return 0.0 if bool(explained(*three, 1.0).all()) else _largest_rounding(*three[1:])
+    return 0.0 if usable.are_within(1.0) else _largest_rounding(usable.measured, usable.expected)
+
+
+def _rows_are(rows: torch.Tensor) -> str:
+    """Return "row 3 is" or "rows 3–5 are"."""
+    noun, verb = ("row", "is") if len(rows) == 1 else ("rows", "are")
+    return f"{noun} {numbers(rows.tolist())} {verb}"
 
 
 def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
@@ -600,12 +589,8 @@ def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
     setup, lines = found.setup, []
     unwritten = found.measurement.unwritten
     if bool(unwritten.any()):
-        rows = setup.rows[unwritten].tolist()
-        noun = "row" if len(rows) == 1 else "rows"
-        verb = "is" if len(rows) == 1 else "are"
-        lines.append(
-            f"{noun} {numbers(rows)} {verb} not written: the output buffer keeps its contents"
-        )
+        which = _rows_are(setup.rows[unwritten])
+        lines.append(f"{which} not written: the output buffer keeps its contents")
     left = torch.ones_like(unwritten)
     left[usable] = False
     left &= ~unwritten
@@ -718,7 +703,9 @@ def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     slots = case.total_blocks * case.block_size
     check_numbers(len(rows), len(heads), slots)
     call, provenance = lab.call(case), lab.cache(case).provenance
-    options = with_value_scales(RunOptions.of(case), case, call)
+    options = RunOptions.of(case)
+    if case.argument.cache is not None:
+        options = dataclasses.replace(options, value_scale=value_scales(call))
     if lab.on_step is not None:
         options = dataclasses.replace(options, on_step=lab.on_step)
     return Subject(

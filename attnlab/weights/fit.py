@@ -191,10 +191,10 @@ class Law:
     count: int
 
 
-def fit_law(plan: Plan, weights: torch.Tensor, *, with_distance: bool) -> Law | None:
+def fit_law(plan: Plan, weights: torch.Tensor) -> Law | None:
     """Fit the log of the measured weights [R, H, N] of the keys that the plan sees.
 
-    Returns None if there are too few.
+    Returns None if there are too few. Distances count with ALiBi alone.
     """
     measured, used = usable(plan, weights)
     used &= used.sum(-1, keepdim=True) > 2
@@ -203,13 +203,9 @@ def fit_law(plan: Plan, weights: torch.Tensor, *, with_distance: bool) -> Law | 
         return None
     target = _without_bias(plan, measured)
     columns = [plan.scores()]
-    distance = plan.distance()[:, None].expand_as(target)
-    heads = weights.shape[1]
-    if with_distance:
-        for head in range(heads):
-            one = torch.zeros_like(target)
-            one[:, head] = distance[:, head]
-            columns.append(one)
+    for head in range(weights.shape[1] if plan.slopes is not None else 0):
+        columns.append(torch.zeros_like(target))
+        columns[-1][:, head] = plan.distance()
     design = torch.stack([_centred(column, used) for column in columns], -1)[used]
     values = _centred(target, used)[used]
     if float(design[:, 0].square().mean()) < 1e-12:
@@ -288,14 +284,13 @@ class Magnitudes:
 
     def _is_right(self) -> bool:
         every = torch.cat([self.key, self.new_key, self.value, self.new_value])
-        return bool(((every - 1).abs() < _SAME)[every.isfinite()].all())
+        return _are_near(every[every.isfinite()])
 
     def _of_output(self) -> str:
         """Return what is known of the output's own factor."""
         if not self.has_new:
             return "a factor of the output is the same as one of the values"
-        ratio = self.value / self.new_value
-        if bool(((ratio - 1).abs() < _SAME).all()):
+        if _are_near(self.value / self.new_value):
             return f"output × {self._text(self.value)} (the same factor for cached and new values)"
         return "output × 1, or a common factor of both values"
 
@@ -354,11 +349,9 @@ def rules_of(found: Magnitudes, plan: Plan) -> Iterator[tuple[Rule, ...]]:
     if not found.is_constant:
         return
     setup = plan.setup
-    gain_is_common = not found.has_new or bool(
-        ((found.value / found.new_value - 1).abs() < _SAME).all()
-    )
+    gain_is_common = not found.has_new or _are_near(found.value / found.new_value)
     score_is_common = not _known(found.key) or not _known(found.new_key)
-    score_is_common |= bool(((found.key - found.new_key).abs() < _SAME).all())
+    score_is_common |= _are_near(found.key, found.new_key)
     choices: list[list[Rule]] = []
     for common, whole, new, of, of_head in (
         (score_is_common, found.key, found.new_key, ScoreFactor, HeadScore),
@@ -370,7 +363,7 @@ def rules_of(found: Magnitudes, plan: Plan) -> Iterator[tuple[Rule, ...]]:
             else [("cache", whole), ("new", new)]
         )
         for part, factors in pairs:
-            if not _known(factors) or bool(((factors - 1).abs() < _SAME).all()):
+            if not _known(factors) or _are_near(factors):
                 continue
             if _is_one(factors):
                 names = constants_near(float(factors.median()), setup, _SAME)
@@ -389,6 +382,11 @@ def rules_of(found: Magnitudes, plan: Plan) -> Iterator[tuple[Rule, ...]]:
 def _of_heads(heads: torch.Tensor, factors: torch.Tensor) -> tuple[tuple[int, Constant], ...]:
     pairs = zip(heads.tolist(), factors.tolist(), strict=True)
     return tuple((head, Constant("", one)) for head, one in pairs if abs(one - 1) >= _SAME)
+
+
+def _are_near(factors: torch.Tensor, others: torch.Tensor | float = 1.0) -> bool:
+    """Answer whether factors are the same as others; NaN is not."""
+    return bool(((factors - others).abs() < _SAME).all())
 
 
 def _known(factors: torch.Tensor) -> bool:
@@ -415,8 +413,7 @@ def pattern(
     law: Law | None,
 ) -> list[str]:
     """Return sentences about the weights that differ, [R, H, N]; rows must be finite."""
-    bound = expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
-    off = (measured - expected).abs() > bound
+    off = (measured - expected).abs() > setup.bound(expected)
     wrong = off.any(-1)
     if not bool(wrong.any()):
         return []
@@ -444,11 +441,7 @@ def _where(setup: AttentionSetup, wrong: torch.Tensor) -> str:
     words = f"wrong weights in {len(rows)} of {len(setup.rows)} rows ({numbers(rows)})"
     seqs = sorted(set(setup.seq[wrong.any(1)].tolist()))
     if len(seqs) < len(setup.seq.unique()):
-        words += (
-            f", of sequence {numbers(seqs)}"
-            if len(seqs) == 1
-            else f", of sequences {numbers(seqs)}"
-        )
+        words += f", of sequence{'' if len(seqs) == 1 else 's'} {numbers(seqs)}"
     if len(heads) < len(setup.heads):
         words += f", in {len(heads)} of {len(setup.heads)} heads ({numbers(heads)})"
     else:

@@ -27,7 +27,6 @@ from attnlab.weights.codes import (
     own_slots,
     random_codes,
     shared_lanes,
-    single_lanes,
     slot_owners,
     values_shape,
     with_drawn_keys,
@@ -45,8 +44,8 @@ from attnlab.weights.setup import (
     near_slots,
     one_number,
     places,
+    store,
     with_argument,
-    with_stored,
 )
 
 # Sketch: find which slots of a large cache have a weight, with few runs of random signed codes.
@@ -61,22 +60,9 @@ _ROUNDS = 24  # of slots that are added
 _AT_ONCE = 32  # slots that a round adds at most
 _LEAST_EXPLAINED = 16  # rows and heads in which a round looks for slots
 _ERRORS = 10.0
-_SMALL = (
-    0.25  # an error of a weight, in units of its relative precision, that leaves nothing to explain
-)
+# An error of a weight, in units of its relative precision, that leaves nothing to explain.
+_SMALL = 0.25
 _CHANCE = 5.0  # a correlation of so many standard deviations is none of chance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sketch:
-    """Runs with signed codes.
-
-    - ``codes``: [N, M] float32, the stored codes times the scale of the values.
-    - ``outputs``: [R, H, M] float32, what the runs gave.
-    """
-
-    codes: torch.Tensor
-    outputs: torch.Tensor
 
 
 def sketch_runs(call: KernelCall) -> int:
@@ -109,8 +95,8 @@ def solve_near(
     every = torch.arange(len(lanes.of))
     for kept in (near, every):
         part = dataclasses.replace(lanes, of=lanes.of[kept])
-        sketch = Sketch(codes=codes_of(kept), outputs=outputs)
-        weights, error = solve(sketch, folded, part, places(kept, own), setup.seq)
+        own_kept = places(kept, own)
+        weights, error = solve(codes_of(kept), outputs, folded, part, own_kept, setup.seq)
         if error <= _SMALL * float(setup.relative.max()):
             break
     found = weights.new_zeros(*weights.shape[:2], len(every))
@@ -120,10 +106,17 @@ def solve_near(
 
 
 def solve(
-    sketch: Sketch, folded: torch.Tensor, lanes: Lanes, own: torch.Tensor, seq: torch.Tensor
+    codes: torch.Tensor,
+    outputs: torch.Tensor,
+    folded: torch.Tensor,
+    lanes: Lanes,
+    own: torch.Tensor,
+    seq: torch.Tensor,
 ) -> tuple[torch.Tensor, float]:
     """Return weights [R, H, N] that explain lanes and sketch, and the largest error of a weight.
 
+    - ``codes``: [N, M] float32, the stored codes times the scale of the values. ``outputs``: [R, H, M]
+      float32, what the runs gave.
     - ``folded``: [R, H, lanes], the measured sums. ``own``: [R, lanes], the slot of each lane that the row's
       sequence has, -1 for none. ``seq``: [R].
 
@@ -133,16 +126,11 @@ def solve(
     weights = folded.new_full((*folded.shape[:2], len(lanes.of)), torch.nan)
     folded = folded.float()
     error = 0.0
-    readable = (folded.isfinite().all(-1) & sketch.outputs.isfinite().all(-1)).all(-1)
+    readable = (folded.isfinite().all(-1) & outputs.isfinite().all(-1)).all(-1)
     for one in seq[readable].unique().tolist():
         rows = torch.nonzero((seq == one) & readable).flatten()
-        part, deviation = _solve(
-            sketch.codes,
-            sketch.outputs[rows].flatten(0, 1),
-            folded[rows].flatten(0, 1),
-            lanes,
-            own[rows[0]],
-        )
+        given, sums = (numbers[rows].flatten(0, 1) for numbers in (outputs, folded))
+        part, deviation = _solve(codes, given, sums, lanes, own[rows[0]])
         weights[rows] = part.view(len(rows), -1, part.shape[1]).double()
         error = max(error, _ERRORS * deviation)
     return weights, error
@@ -266,19 +254,14 @@ class Measurement:
         return _finite(self.folded)
 
 
-def runner(
-    backend: Backend,
-    target: Target,
-    kernels: tuple[str, ...],
-    options: RunOptions,
-    device: torch.device | str = "cpu",
-) -> Run:
-    """Return the function that runs a call on the backend and returns its output on a device."""
+def runner(subject: "Subject", device: torch.device | str) -> Run:
+    """Return the function that runs a call as that of a subject, and returns its output on a device."""
+    backend, ran = subject.backend, (subject.target, subject.kernels, subject.options)
 
     def run(call: KernelCall) -> torch.Tensor:
         is_there = call.buffer.device.type == backend.device
         there = call if is_there else on_device(call, backend.device)
-        run_backend(backend, there, target, kernels, options)
+        run_backend(backend, there, *ran)
         return there.buffer.to(device).double()
 
     return run
@@ -303,7 +286,8 @@ def measure(
     - ``values``: run once more with random values.
     """
     call, reader = setup.call, _Reader(setup, run, values=values)
-    single = single_lanes(call, num_slots(call), setup.device)
+    slots = torch.arange(num_slots(call), device=setup.device)
+    single = Lanes(of=slots, cached=cache_slots(call), count=len(slots))  # one for every slot
     few, all_runs = reader.runs_of(shared), reader.runs_of(single)
     if few > MOST_LANE_RUNS:
         raise InvalidCall(
@@ -343,9 +327,7 @@ def residual_bound(setup: AttentionSetup, found: Measurement, coarse: float = 0.
     return bound + 8 * setup.fixed[:, None, None] * (1 + count)
 
 
-def values_are_right(
-    setup: AttentionSetup, found: Measurement, coarse: float = 0.0
-) -> torch.Tensor:
+def values_are_right(setup: AttentionSetup, found: Measurement, coarse: float) -> torch.Tensor:
     """Return which rows and heads have the output that their weights give, [R, H] bool.
 
     ``coarse``: a relative rounding error to allow in addition.
@@ -537,8 +519,7 @@ class Examined:
     @property
     def bound(self) -> torch.Tensor:
         """Return the rounding bound of each weight, [rows, heads, slots]."""
-        setup = self.setup
-        return self.expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
+        return self.setup.bound(self.expected)
 
     @cached_property
     def is_right(self) -> bool:
@@ -569,15 +550,19 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
     if drawn:
         call = with_drawn_keys(call, target)
         setup = _setup(subject, call)
-    run = runner(subject.backend, target, subject.kernels, subject.options, device)
-    if is_packed(subject.case):  # INT4 cannot store random codes
+    run = runner(subject, device)
+    case = subject.case
+    if case is not None and case.argument.is_packed:  # INT4 cannot store random codes
         values, resolve = False, resolve and num_slots(call) <= MOST_RUNS * setup.width
     expected = right_weights(setup)
     lanes = moved(shared_lanes(call, owners), device)
     measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
-    setup = with_stored(setup, subject.case, measurement.lanes.of, not measurement.error)
     if measurement.error:
         setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
+    elif case is not None and case.argument.cache is not None:
+        setup = dataclasses.replace(
+            setup, stored=store(case, setup.call, measurement.lanes.of.cpu())
+        )
     return Examined(
         setup=setup,
         measurement=measurement,
@@ -592,11 +577,6 @@ def _setup(subject: Subject, call: KernelCall) -> AttentionSetup:
     rows, heads = subject.rows, subject.heads
     setup = make_setup(call, subject.target, subject.kernels, rows, heads, subject.device)
     return with_argument(setup, subject.case, subject.backend.device == "cuda")
-
-
-def is_packed(case: Case | None) -> bool:
-    """Answer whether the cache of a Case has two numbers in a byte."""
-    return case is not None and case.argument.is_packed
 
 
 def as_measurable(call: KernelCall) -> KernelCall:
@@ -624,7 +604,7 @@ def law_is_visible(setup: AttentionSetup) -> bool:
         return True
     rows = some_rows(setup)
     if len(rows) < len(setup.rows):
-        setup = setup.take(rows, torch.arange(len(setup.heads), device=setup.device))
+        setup = setup.take(rows)
     plan = right_plan(setup)
     seen = (plan.visible > 0)[:, None].expand(-1, len(setup.heads), -1)
     scores = plan.scores()[seen]

@@ -327,18 +327,17 @@ class Found:
     tried: int
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Search:
-    """The search for descriptions of measured weights [R, H, N]."""
+    """The search for descriptions of measured weights [R, H, N], finite in every row of the setup."""
 
     setup: AttentionSetup
     measured: torch.Tensor
     limit_s: float
     max_rules: int = MAX_RULES
     tried: int = 0
-    began: float = field(
-        default_factory=time.thread_time
-    )  # of this thread: other work does not count
+    # of this thread: other work does not count
+    began: float = field(default_factory=time.thread_time)
 
     def run(self) -> Found:
         """Return what explains the weights."""
@@ -424,7 +423,7 @@ class Search:
             has_fitted = any(one.is_fitted for one in rules)
             predicted = plan.weights()
             traits = traits_of(setup, measured, predicted, predicted > 0)
-            law = fit_law(plan, measured, with_distance=plan.slopes is not None)
+            law = fit_law(plan, measured)
             for rule in proposals(plan, measured, traits, law):
                 if self._is_late():
                     return
@@ -442,16 +441,6 @@ class Search:
     def explains(self, one: Description) -> bool:
         """Answer whether a description explains every row and head, and changes those that are wrong."""
         return bool(explained(self.setup, self.measured, one.weights(self.setup)).all())
-
-
-def describe(
-    setup: AttentionSetup,
-    measured: torch.Tensor,
-    limit_s: float = 10.0,
-    max_rules: int = MAX_RULES,
-) -> Found:
-    """Find the descriptions of measured weights [R, H, N], finite in every row of the setup."""
-    return Search(setup=setup, measured=measured, limit_s=limit_s, max_rules=max_rules).run()
 
 
 def scopes(setup: AttentionSetup, wrong: torch.Tensor) -> Iterator[Scope]:

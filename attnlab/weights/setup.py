@@ -17,7 +17,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, PREFILL
 from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
-from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.model import format_of
 from attnlab.lab.argument_reference import StoredHalf, query_as_read, wrong_reads
 from attnlab.lab.problem import Problem
@@ -70,7 +69,7 @@ _LEAST = -2  # exponent of the smallest scale: INT4 stores 1 as 4 times it
 
 
 def value_scales(call: KernelCall) -> torch.Tensor:
-    """Return the scale of each value, [num_blocks, block_size, num_kv_heads] float32."""
+    """Return the scale of each value, 1 in one element, [num_blocks, block_size, num_kv_heads] float32."""
     blocks, kv_heads, _, block_size = call.value_cache.shape
     generator = torch.Generator().manual_seed(29)
     powers = torch.randint(_LEAST, 1, (blocks, block_size, kv_heads), generator=generator)
@@ -110,11 +109,8 @@ def store(case: Case, call: KernelCall, lanes: torch.Tensor) -> StoredCache:
     one_hot[torch.arange(len(element)), :, element] = 1.0
     numbers, scale = stored_numbers(case, tokens)
     values, scales = stored_numbers(case, one_hot, scales)
-    table, size = call.block_table.long().cpu(), call.block_size
-    sequences = []
-    for row, seq_len in zip(table, call.seq_lens.tolist(), strict=True):
-        at = torch.arange(-(-seq_len // size) * size)
-        sequences.append(row[at // size] * size + at % size)
+    pairs = zip(table_slots(call), call.seq_lens.tolist(), strict=True)
+    sequences = [row[: -(-length // call.block_size) * call.block_size] for row, length in pairs]
     return StoredCache(
         case=case,
         key=StoredHalf(numbers=numbers, scale=scale),
@@ -162,7 +158,7 @@ def bounds_of(
     call = problem.call
     query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0
     key_norm = float(key.nan_to_num(0.0).norm(dim=2).max()) if key.numel() else 0.0
-    relative, fixed = {}, {}
+    found = {}
     for one in seq.unique().tolist():
         rounding = problem.rounding(one)
         length = problem.seq_len(one)
@@ -172,13 +168,11 @@ def bounds_of(
             *(query_norm, key_norm, call.query.shape[2], problem.sm_scale, bias),
             call.softcap or 0.0,
         )
-        relative[one] = min(rounding.relative(length, error), 1e3)
-        fixed[one] = rounding.fixed(length, 1.0) + 1e-9
-    rows = seq.tolist()
-    return (
-        torch.tensor([relative[one] for one in rows], dtype=torch.float64),
-        torch.tensor([fixed[one] for one in rows], dtype=torch.float64),
-    )
+        relative = min(rounding.relative(length, error), 1e3)
+        found[one] = relative, rounding.fixed(length, 1.0) + 1e-9
+    bounds = torch.tensor([found[one] for one in seq.tolist()], dtype=torch.float64)
+    relative_of, fixed_of = bounds.view(len(seq), 2).T.contiguous()
+    return relative_of, fixed_of
 
 
 OVERHANG = 8  # entries after the last new token of a sequence
@@ -287,8 +281,9 @@ class AttentionSetup:
         }
         return dataclasses.replace(self, **by_head, query=self.query[:, heads])
 
-    def take(self, rows: torch.Tensor, heads: torch.Tensor) -> "AttentionSetup":
-        """Return the setup of some rows and heads, given as indices into ``rows`` and ``heads``."""
+    def take(self, rows: torch.Tensor, heads: torch.Tensor | None = None) -> "AttentionSetup":
+        """Return the setup of some rows and heads, given as indices into ``rows`` and ``heads``; None for all
+        heads."""
         by_row: dict[str, Any] = {
             name: getattr(self, name)[rows]
             for name in (
@@ -298,7 +293,11 @@ class AttentionSetup:
         }
         kernels = tuple(self.kernels[row] for row in rows.tolist())
         some = dataclasses.replace(self, **by_row, query=self.query[rows], kernels=kernels)
-        return some.of_heads(heads)
+        return some if heads is None else some.of_heads(heads)
+
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the bound of right weights [R, H, N]."""
+        return weights * self.relative[:, None, None] + self.fixed[:, None, None]
 
 
 def places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -319,6 +318,16 @@ def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> to
     slots = (blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()
     near[slots.to(setup.device)] = True
     return torch.nonzero(near).flatten()
+
+
+def table_slots(call: KernelCall) -> torch.Tensor:
+    """Return the slot of each position of each sequence by the block table, [sequences, positions] int64;
+    -1 outside of the cache."""
+    table, size = call.block_table.long().cpu(), call.block_size
+    at = torch.arange(table.shape[1] * size)
+    blocks = table[:, at // size]
+    inside = (blocks >= 0) & (blocks < call.value_cache.shape[0])
+    return torch.where(inside, blocks * size + at % size, -1)
 
 
 def cache_slots(call: KernelCall) -> int:
@@ -396,14 +405,8 @@ def _entries(
     call: KernelCall, starts: torch.Tensor, seq: torch.Tensor, ctx_len: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return entry_slot and entry_position [R, E], and is_new [E]."""
-    table, block_size = call.block_table.long().cpu(), call.block_size
-    positions = torch.arange(table.shape[1] * block_size)
-    blocks = table[:, positions // block_size]
-    slots = torch.where(
-        (blocks >= 0) & (blocks < call.value_cache.shape[0]),
-        blocks * block_size + positions % block_size,
-        -1,
-    )[seq]
+    slots = table_slots(call)[seq]
+    positions = torch.arange(slots.shape[1])
     if not has_new_slots(call):
         return slots, positions.expand_as(slots), torch.zeros(len(positions), dtype=torch.bool)
     tokens = call.query.shape[0]
@@ -433,13 +436,6 @@ def check_readable(case: Case) -> None:
     if case.argument.no_xray:
         text = f"op_argument must let an X-ray read weights, got {case.op_argument}: {case.argument.no_xray}"
         raise InvalidCase(text)
-
-
-def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunOptions:
-    """Return the options with the scales of values that are 1 in one element."""
-    if case.argument.cache is None:
-        return options
-    return dataclasses.replace(options, value_scale=value_scales(call))
 
 
 def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> AttentionSetup:
@@ -480,15 +476,3 @@ def _int4_errors(
     score = int4.score_error(float(setup.query.norm(dim=2).max()), key, setup.sm_scale)
     sums = 15 * (int4.weight + longest * 2.0**-23)
     return score, sums + int4.output_error(rotation_size(size))
-
-
-def with_stored(
-    setup: AttentionSetup, case: Case | None, lanes: torch.Tensor, is_exact: bool
-) -> AttentionSetup:
-    """Return the setup with what the cache holds, if it has a scale per token and head.
-
-    ``lanes``: [N], the lane of each slot. ``is_exact``: every weight was measured in its lane.
-    """
-    if case is None or case.argument.cache is None or not is_exact:
-        return setup
-    return dataclasses.replace(setup, stored=store(case, setup.call, lanes.cpu()))

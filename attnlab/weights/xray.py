@@ -15,7 +15,6 @@ from attnlab.kernels.model import format_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.problem import Problem
 from attnlab.tensors.cache import interleaved
-from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import (
     NONE,
     SlotOwners,
@@ -47,6 +46,7 @@ from attnlab.weights.setup import AttentionSetup, has_new_slots, make_setup, one
 
 STATUSES = ("right", "precision", "described", "undecided", "unreadable")
 _MOST_ROWS = 200
+_IN_JSON = ("status", "backend", "sentences", "descriptions", "confirmed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -133,11 +133,7 @@ class XRay(Shown):
         rows = [self._row(index) for index in range(min(len(self.setup.rows), _MOST_ROWS))]
         converted: dict[str, Any] = json_value(
             {
-                "status": self.status,
-                "backend": self.backend,
-                "sentences": list(self.sentences),
-                "descriptions": [one.to_dict() for one in self.descriptions],
-                "confirmed": self.confirmed,
+                **{name: getattr(self, name) for name in _IN_JSON},
                 "law": None
                 if law is None
                 else {
@@ -177,21 +173,13 @@ class XRay(Shown):
 
 
 def predict_case(description: Description, case: Case, lab: Lab) -> torch.Tensor:
-    """Return the output that a description predicts for a Case, [num_tokens, num_heads, head_size]
-    float64."""
-    call = Problem.of_case(case, lab.batch(case), lab.call(case)).call
-    return predict_output(description, call, Target.of(case), decide(case).kernels)
-
-
-def predict_output(
-    description: Description, call: KernelCall, target: Target, kernels: tuple[str, ...]
-) -> torch.Tensor:
-    """Return the output that a description predicts for a call, [num_tokens, num_heads, head_size] float64.
+    """Return the output that a description predicts for a Case, [num_tokens, num_heads, head_size] float64.
 
     A key or value that is not finite makes the rows NaN that give it a weight.
     """
+    call = Problem.of_case(case, lab.batch(case), lab.call(case)).call
     rows, heads = torch.arange(call.query.shape[0]), torch.arange(call.query.shape[1])
-    setup = make_setup(call, target, kernels, rows, heads)
+    setup = make_setup(call, Target.of(case), decide(case).kernels, rows, heads)
     weights = description.weights(setup).transpose(0, 1)
     values = slot_values(setup)[:, setup.kv_head].transpose(0, 1)
     output = weights @ values.nan_to_num(0.0, 0.0, 0.0)
@@ -210,27 +198,20 @@ def slot_values(setup: AttentionSetup) -> torch.Tensor:
 
 # Tile edges: where a kernel begins a new step of keys, for pictures of weights.
 
-_PREFILL_TILE, _UNIFIED_TILE, _DECODE_TILE = 64, 32, 32  # of vLLM 0.11.2 and 0.33.0
-_LARGEST_BLOCK = (
-    128  # of kernel_paged_attention_2d, which takes 32 for other sizes than powers of two
-)
-
-
-def tile_size(one: XRay, kernel: str) -> int:
-    """Return the keys per tile: those of the rule that describes the weights, else those of vLLM's kernel."""
-    for description in one.descriptions[:1]:
-        for rule in description.rules:
-            if tile := _of_rule(rule):
-                return tile
-    return _of_kernel(kernel, one.setup)
+_TILES = {PREFILL: 64, DECODE_FWD: 32, ROCM_DECODE: PARTITION_SIZE}  # of vLLM 0.11.2 and 0.33.0
+_UNIFIED_TILE = 32
+# Of kernel_paged_attention_2d, which takes 32 for other sizes than powers of two.
+_LARGEST_BLOCK = 128
 
 
 def tile_edges(one: XRay, kernel: str, context: int, cached: int, length: int) -> tuple[int, ...]:
     """Return the positions at which tiles begin, without the first.
 
-    A kernel that reads new tokens from its arguments begins anew at the end of the context.
+    They are those of the rule that describes the weights, else those of vLLM's kernel. A kernel that reads
+    new tokens from its arguments begins anew at the end of the context.
     """
-    size = tile_size(one, kernel)
+    rules = () if one.description is None else one.description.rules
+    size = next(filter(None, map(_of_rule, rules)), 0) or _of_kernel(kernel, one.setup)
     if 0 < cached < length:
         return (*range(size, context, size), *range(context + size, length, size))
     return tuple(range(size, length, size))
@@ -254,14 +235,10 @@ def _of_rule(rule: Rule) -> int:
 def _of_kernel(kernel: str, setup: AttentionSetup) -> int:
     """Return the keys per tile of a kernel of vLLM."""
     size = setup.call.block_size
-    if kernel == ROCM_DECODE:
-        return PARTITION_SIZE
+    if kernel in _TILES:
+        return _TILES[kernel]
     if kernel == TRITON_DECODE:
         return min(size, _LARGEST_BLOCK) if size & (size - 1) == 0 else 32
-    if kernel == PREFILL:
-        return _PREFILL_TILE
-    if kernel == DECODE_FWD:
-        return _DECODE_TILE
     is_decode = bool((setup.query_len == 1).all()) and setup.call.key_cache.element_size() > 1
     return _UNIFIED_TILE // 2 if is_decode else _UNIFIED_TILE
 

@@ -12,13 +12,14 @@ from helpers.cases import hostile
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.defects import DEFECTS
+from attnlab.defects.edit import Rows
 from attnlab.diagnosis.candidates import cells_of, locate
-from attnlab.diagnosis.describe import SequenceKeys, _added, describe, key_rules
+from attnlab.diagnosis.describe import _added, describe, key_rules
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.kernels import model
 from attnlab.lab.lab import Lab
-from attnlab.lab.problem import Problem, all_rows, make_problem, scores_of, weights_of
+from attnlab.lab.problem import Problem, RowSlice, all_rows, make_problem, scores_of, weights_of
 
 CASE = hostile(empty_slots="garbage")
 
@@ -297,14 +298,8 @@ def test_the_last_tile_is_one_of_the_keys_that_it_divides(op, whose):
     """With new tokens from the arguments, tiles of the cache hold the context alone."""
     problem = make_problem(hostile(op=op, platform="sm_90", query_lens=(4, 3), ctx_lens=(70, 9)))
     rules = {rule.text: rule for rule in key_rules(problem)}
-    at = SequenceKeys(
-        keys=torch.arange(74),
-        position=torch.arange(70, 74)[:, None],
-        cached=problem.cached_len(0),
-        ctx_len=70,
-        size=16,
-        window=0,
-    )
+    rows = RowSlice(seq=0, tokens=torch.arange(4), heads=torch.arange(1))
+    at = Rows(problem=problem, slice=rows)
     last = rules[f"the keys of the last tile of 64{whose}"].members(at)
     others = rules[f"all keys but those of the last tile of 64{whose}"]
     assert torch.equal(last, torch.arange(74) // 64 == 1) == (not whose)
