@@ -26,6 +26,7 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.shown import STEP_MIME
 from attnlab.contracts.contract import Target
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.features import lacks
@@ -139,11 +140,8 @@ _RUNNING: ContextVar[tuple[OnStep, str]] = ContextVar("running", default=(ignore
 def announced(on_step: OnStep, step: str) -> Iterator[None]:
     """Announce a step; within, :func:`counted` says how far it is."""
     on_step(step)
-    token = _RUNNING.set((on_step, step))
-    try:
+    with setting(_RUNNING, (on_step, step)):
         yield
-    finally:
-        _RUNNING.reset(token)
 
 
 def counted(items: Sequence[T]) -> Iterator[T]:

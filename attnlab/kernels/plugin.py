@@ -73,6 +73,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
 from attnlab.kernels.by_name import ByName, kernel_of, record_of
+from attnlab.kernels.replaced import replacing
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
@@ -152,11 +153,8 @@ def _no_exit() -> Iterator[None]:
             real(status)
         raise _Exit(f"os._exit({status})")
 
-    os._exit = refused
-    try:
+    with replacing(os, _exit=refused):
         yield
-    finally:
-        os._exit = real
 
 
 def text_of(error: BaseException, file: str | None) -> str:

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.kernel_text import FOR_MARK, IF_MARK, RAN_MARK, compile_tree, text_of
 
 Points = set[str]
@@ -212,10 +213,9 @@ def measuring() -> Iterator[Measured]:
         seen.clear()
     _FACTS.clear()
     found = Measured()
-    token = _MEASURING.set(True)
     try:
-        yield found
+        with setting(_MEASURING, True):
+            yield found
     finally:
-        _MEASURING.reset(token)
         found.points |= {file: set(seen) for file, seen in _SEEN.items() if seen}
         found.arguments |= _FACTS

@@ -46,6 +46,7 @@ import torch
 
 from attnlab.case.errors import AttnLabError, KernelFailed, Unavailable
 from attnlab.kernels.child_process import fork
+from attnlab.kernels.replaced import replacing
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import (
     LaunchPlan,
@@ -232,13 +233,11 @@ def interpreting() -> Iterator[None]:
         if not warmup:
             launch(_launched_type().of(self), args, kwargs, grid)
 
-    before, pruned = InterpretedFunction.run, Autotuner.prune_configs
-    InterpretedFunction.run = run
-    Autotuner.prune_configs = lambda self, arguments: pruned(self, arguments)[:1]
-    try:
+    def first(self: Any, arguments: Any, pruned: Any = Autotuner.prune_configs) -> Any:
+        return pruned(self, arguments)[:1]
+
+    with replacing(InterpretedFunction, run=run), replacing(Autotuner, prune_configs=first):
         yield
-    finally:
-        InterpretedFunction.run, Autotuner.prune_configs = before, pruned
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.kernel_text import (
     compile_text,
     place_of,
@@ -202,14 +203,9 @@ def current_probe() -> Probe | None:
     return _PROBE.get()
 
 
-@contextmanager
-def probing(probe: Probe) -> Iterator[Probe]:
+def probing(probe: Probe) -> AbstractContextManager[Probe]:
     """Make a probe active inside the block."""
-    token = _PROBE.set(probe)
-    try:
-        yield probe
-    finally:
-        _PROBE.reset(token)
+    return setting(_PROBE, probe)
 
 
 # What the programs of recorded launches store: which elements of a tensor, and whether they agree.

@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from attnlab.kernels.replaced import setting
 from attnlab.tensors.call import KernelCall
 
 # Limits of an interpreted run: operations of the interpreter, and seconds of processor time.
@@ -147,17 +148,12 @@ class LoopIndex(int):
         return tl.tensor(handle, tl.int32).to(dtype, **options)
 
 
-@contextmanager
-def limiting_reruns(seconds: float) -> Iterator[None]:
+def limiting_reruns(seconds: float) -> AbstractContextManager[float]:
     """Let the launches of a call take so much processor time inside the block; else the call fails.
 
     A kernel that ends for one call may loop for ever for a call with other lengths.
     """
-    token = _RERUN_S.set(seconds)
-    try:
-        yield
-    finally:
-        _RERUN_S.reset(token)
+    return setting(_RERUN_S, seconds)
 
 
 def rerun_budget() -> Budget | None:
@@ -392,19 +388,14 @@ _LEAST_OUTSIDE = 56  # as a byte in float8_e4m3fn, 1.0; the numbers 56 to 63 are
 _SPREAD, _SPREAD_BITS, _NUMBER_BITS = 2654435761, 32, 3
 
 
-@contextmanager
-def other_outside(number: float | None = None) -> Iterator[None]:
+def other_outside(number: float | None = None) -> AbstractContextManager[float | None]:
     """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
 
     By default, numbers from 56 to 63 that depend on the address: keys that are all one number have equal
     scores, as keys of 0 have.
     A result that changes depends on memory that belongs to no tensor of the launch. Of NaN, integers get 1.
     """
-    token = _OUTSIDE.set(number)
-    try:
-        yield
-    finally:
-        _OUTSIDE.reset(token)
+    return setting(_OUTSIDE, number)
 
 
 def outside_number() -> float | None:

@@ -42,6 +42,7 @@ from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_releas
 from attnlab.kernels.binding import bind, finish, lse_of
 from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.model import paged_attention_rocm
+from attnlab.kernels.replaced import replacing
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
@@ -568,12 +569,9 @@ def specialisations(cases: Iterable[Case], source: Source) -> list[tuple[Any, st
         found.setdefault((fn.name, compile["specialization_data"]), fn.jit_function)
         return True  # do not compile
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, keep
-    try:
+    with replacing(knobs.runtime, jit_cache_hook=keep):
         for case in cases:
             _call_op(case, source)
-    finally:
-        knobs.runtime.jit_cache_hook = before
     return [(function, data) for (_, data), function in found.items()]
 
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +22,7 @@ from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS, Needs
 from attnlab.case.ops import OPS, Op
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.coverage import Branch, Marker
 from attnlab.kernels.vllm.source import Source
 from attnlab.library.op import libraries, package_of
@@ -377,14 +378,9 @@ def _signature(source: Source, module: str, function: str) -> _Signature | None:
 _SEEN: ContextVar[dict[Source, int] | None] = ContextVar("seen", default=None)
 
 
-@contextmanager
-def unchanged_sources() -> Iterator[None]:
+def unchanged_sources() -> AbstractContextManager[dict[Source, int]]:
     """Look once inside the block whether the files of a source changed."""
-    token = _SEEN.set({})
-    try:
-        yield
-    finally:
-        _SEEN.reset(token)
+    return setting(_SEEN, {})
 
 
 @lru_cache(maxsize=256)

@@ -9,8 +9,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.kernels.child_process import fork
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.coverage import is_measuring, marked_tree
 from attnlab.kernels.triton.kernel_text import place_of, text_of, tree_with_names, with_defaults
 from attnlab.kernels.triton.lockstep import control
@@ -41,14 +42,9 @@ _FORMS: dict[tuple[Any, bool], Any] = {}  # compiled functions, or the reason of
 _MOST_TEXTS = 256  # compiled texts of functions
 
 
-@contextmanager
-def using_lockstep(is_on: bool) -> Iterator[None]:
+def using_lockstep(is_on: bool) -> AbstractContextManager[bool]:
     """Run the programs of launches together inside the block, or one after another."""
-    token = _ON.set(is_on)
-    try:
-        yield
-    finally:
-        _ON.reset(token)
+    return setting(_ON, is_on)
 
 
 def is_lockstep() -> bool:
