@@ -181,13 +181,9 @@ def _closing(text: str, opening: int) -> int:
 # The tensors of each op, in the order of its parameters; the cache comes before kv_cache_dtype.
 PARAMETERS = {
     "concat_and_cache_mla": ("kv_c", "k_pe", "kv_cache", "slot_mapping", "scale"),
-    "reshape_and_cache_flash": (
-        *("key", "value", "key_cache", "value_cache"),
-        *("slot_mapping", "k_scale", "v_scale"),
-    ),
-    "reshape_and_cache": (
-        *("key", "value", "key_cache", "value_cache"),
-        *("slot_mapping", "k_scale", "v_scale"),
+    **dict.fromkeys(
+        ("reshape_and_cache_flash", "reshape_and_cache"),
+        ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale"),
     ),
 }
 _WRITTEN = ("kv_cache", "key_cache", "value_cache")
@@ -221,18 +217,13 @@ class CacheOps:
                     name.encode(), memory.data_ptr(), memory.nbytes(), size, written, False
                 )
             given = [emulated.Tensor.of(tensors[name]) for name in PARAMETERS[op]]
-            context = emulated.Context(device.attnlab_device(), 32, b"cuda", emulated.no_finder())
-            text = ctypes.create_string_buffer(1 << 12)
-            outcome = host.attnlab_call(
-                ctypes.byref(context),
-                op.encode(),
-                (emulated.Tensor * len(given))(*given),
-                kv_cache_dtype.encode(),
-                text,
-                len(text),
+            context = emulated.Context(device.attnlab_device(), 32, b"cuda", emulated.Finder())
+            own = (emulated.Tensor * len(given))(*given)
+            outcome, text = emulated.call_host(
+                host, context, op.encode(), own, kv_cache_dtype.encode()
             )
         if outcome == emulated.REJECTED:
-            raise KernelRejected(text.value.decode())
+            raise KernelRejected(text)
         if outcome == emulated.FAILED:
             raise KernelFailed(place_of(device, {op: self._path}))
 
@@ -244,14 +235,6 @@ class CacheOps:
             text = f'{before}\n{adapted(self.root)}\n#line 1 "attnlab"\n{after}'
             self._path = build("cache_kernels", text, _FLAGS)
             self._library = ctypes.CDLL(str(self._path))
-            self._library.attnlab_call.argtypes = (
-                ctypes.POINTER(emulated.Context),
-                ctypes.c_char_p,
-                ctypes.POINTER(emulated.Tensor),
-                ctypes.c_char_p,
-                ctypes.c_char_p,
-                ctypes.c_size_t,
-            )
         return self._library
 
 
