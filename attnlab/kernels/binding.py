@@ -458,12 +458,16 @@ def taken(function: Callable[..., Any]) -> list[str]:
     return names
 
 
+def required_of(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the parameters that have no default."""
+    found = {name: one for name, one in parameters.items() if one.default is one.empty}
+    return [name for name, one in found.items() if one.kind not in _OPEN]
+
+
 def passed(function: Callable[..., Any], given: Arguments, op: str) -> Arguments:
     """Return the arguments that a function takes; raise Unavailable if it requires another one."""
-    parameters = inspect.signature(function).parameters
-    for name, parameter in parameters.items():
-        is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN
-        if is_required and name not in given:
+    for name in required_of(inspect.signature(function).parameters):
+        if name not in given:
             raise Unavailable(
                 f"{op} requires the argument {name}, which the lab does not know: "
                 "add it to the arguments of the op's record"

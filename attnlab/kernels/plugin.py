@@ -37,10 +37,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType
@@ -176,12 +177,10 @@ def _line_of(error: BaseException, file: str | None) -> str:
     folder, found = Path(file).resolve().parent, ""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{Path(error.filename).name}:{error.lineno}: "
-    trace = error.__traceback__
-    while trace is not None:
-        path = Path(trace.tb_frame.f_code.co_filename)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
         if path.resolve().parent == folder:
-            found = f"{path.name}:{trace.tb_lineno}: "
-        trace = trace.tb_next
+            found = f"{path.name}:{line}: "
     return found
 
 
@@ -315,7 +314,9 @@ class PluginBackend(Backend):
         return None if code is None else str(code.co_filename)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plugin, (self.spec, self.stands_for, self.path)
+        # Another process loads the function again.
+        made = partial(PluginBackend, spec=self.spec, stands_for=self.stands_for, path=self.path)
+        return made, ()
 
     @property
     def op(self) -> str:
@@ -376,10 +377,8 @@ class PluginBackend(Backend):
 
     @property
     def masks(self) -> tuple[str, ...]:
-        return (
-            CAUSAL,
-            *(one for one in self._declared("masks", _masks(self.records)) if one != CAUSAL),
-        )
+        of_records = [mask for op in self.records for mask in op.masks]
+        return tuple(dict.fromkeys([CAUSAL, *self._declared("masks", of_records)]))
 
     @property
     def large_caches(self) -> bool:
@@ -457,11 +456,6 @@ class PluginBackend(Backend):
         return None
 
 
-def _masks(records: Sequence[Op]) -> tuple[str, ...]:
-    """Return the masks that any of the records has."""
-    return tuple(dict.fromkeys(mask for op in records for mask in op.masks))
-
-
 def _is_result(returned: Any, call: KernelCall) -> bool:
     """Answer whether a function returned a tensor, or several, of which one has the shape of the output."""
     tensors = returned if isinstance(returned, tuple | list) else (returned,)
@@ -471,11 +465,6 @@ def _is_result(returned: Any, call: KernelCall) -> bool:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Answer whether two tensors have the same bytes; NaN equals NaN."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> PluginBackend:
-    """Restore a backend in another process, which loads the function again."""
-    return PluginBackend(spec=spec, stands_for=stands_for, path=path)
 
 
 @lru_cache(maxsize=16)

@@ -33,6 +33,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -616,12 +617,10 @@ def _own_failure(error: Exception) -> str:
     from triton.runtime import interpreter
 
     place, libraries = "", tuple(str(Path(str(one.__file__)).parent) for one in (np, torch))
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(libraries):
-            place, line = file, trace.tb_lineno
-        trace = trace.tb_next
+    line = 0
+    for frame, at in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_filename.startswith(libraries):
+            place, line = frame.f_code.co_filename, at
     triton = sys.modules["triton"]
     is_removed = isinstance(error, NotImplementedError) and Path(place).is_relative_to(
         Path(str(triton.__file__)).parent

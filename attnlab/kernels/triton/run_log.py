@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -627,6 +628,12 @@ class RunLog(OperationLog):
         self.operations = max(self.operations, other.operations)
         for key, slots in other.reads.items():
             self.reads[key] = self.reads.get(key, set()) | slots
+
+
+def raised_in(error: BaseException) -> Path:
+    """Return the file that raised an error; an empty path if it was not raised."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return Path(files[-1] if files else "")
 
 
 def kernel_line() -> tuple[str, int]:

@@ -318,12 +318,10 @@ class Records:
     @contextmanager
     def _recording(self, operands: list[Any]) -> Iterator[_Recorder]:
         """Record the calls of the builder inside the block."""
-        semantic, handle_type = (
-            self._interpreter.interpreter_semantic,
-            self._interpreter.TensorHandle,
-        )
+        semantic = self._interpreter.interpreter_semantic
         builder = semantic.builder
-        semantic.builder = recorder = _Recorder(builder, handle_type, operands)
+        recorder = _Recorder(builder, self._interpreter.TensorHandle, operands)
+        semantic.builder = recorder
         _OPEN.append(recorder)
         try:
             yield recorder

@@ -48,7 +48,7 @@ from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import check_installed_pair
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
-from attnlab.kernels.triton.run_log import RunLog, Watched
+from attnlab.kernels.triton.run_log import RunLog, Watched, raised_in
 from attnlab.kernels.vllm.features import (
     check_case,
     has_op,
@@ -113,7 +113,7 @@ def calling(op: str, source: Source, plan: LaunchPlan | None = None) -> Iterator
 
 def is_stated(error: Exception, source: Source) -> bool:
     """Answer whether an op's own Python code refuses a call before a launch, a limit that it states."""
-    return isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root)
+    return isinstance(error, _STATED) and raised_in(error).is_relative_to(source.root)
 
 
 def is_compile_failure(error: BaseException) -> bool:
@@ -122,7 +122,7 @@ def is_compile_failure(error: BaseException) -> bool:
     if any(f"triton.{name}" in names for name in _COMPILE_ERRORS):
         return True
     return isinstance(error, RuntimeError) and bool(
-        _COMPILER_FILES.search(_raised_in(error).as_posix())
+        _COMPILER_FILES.search(raised_in(error).as_posix())
     )
 
 
@@ -145,14 +145,6 @@ def one_line(error: BaseException) -> str:
     if type(error).__name__ == "CompilationError":
         text = str(getattr(error, "error_message", None) or text.strip().rpartition("\n")[2])
     return " ".join(text.split()) or type(error).__name__
-
-
-def _raised_in(error: BaseException) -> Path:
-    """Return the file that raised the error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return Path(trace.tb_frame.f_code.co_filename if trace is not None else "")
 
 
 # What vLLM's ops cannot run natively on a GPU, stated before anything is allocated.

@@ -9,7 +9,6 @@ kept apart.
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from attnlab.kernels.triton.lockstep.rewriting import (
     with_range,
 )
 from attnlab.kernels.triton.probe import LaunchLog
-from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
+from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited, raised_in
 
 Program = tuple[int, int, int]
 _SITES = "__attnlab_sites__"  # a parameter of a function with edits
@@ -302,10 +301,7 @@ def _is_of_kernel(error: Exception, kernel: str) -> bool:
 
     A program alone raises it, too: the language looks at types, which are those of one program.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    file = Path("" if trace is None else trace.tb_frame.f_code.co_filename)
+    file = raised_in(error)
     is_known = isinstance(error, NameError | NoAddress)  # also a variable that is not set yet
     return is_known or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
 
