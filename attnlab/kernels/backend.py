@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -201,7 +201,16 @@ class Backend(ABC):
 
     Creating a backend loads and checks as little as possible, so that a Case can be built and described
     on a machine that cannot run it. :meth:`check` does the rest. Backends can be pickled.
+
+    - ``cache_copies``: how many times the cache is in memory during a run.
+    - ``models_prefill``: whether the model computes the rows of the prefill kernel, so that runs can share
+      them.
+    - ``traces_reads``: whether a run can record what it reads from the cache.
     """
+
+    cache_copies: ClassVar[int] = 1
+    models_prefill: ClassVar[bool] = False
+    traces_reads: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -268,24 +277,9 @@ class Backend(ABC):
         """Return whether the kernels run on a cache of 8 GiB of untouched memory without copying it."""
         return True
 
-    @property
-    def cache_copies(self) -> int:
-        """Return how many times the cache is in memory during a run."""
-        return 1
-
-    @property
-    def models_prefill(self) -> bool:
-        """Return whether the model computes the rows of the prefill kernel, so that runs can share them."""
-        return False
-
     def fixed_fields(self, op: str) -> tuple[str, ...]:
         """Return the scales of a Case, by the names of its fields, for which an op has no argument."""
         return () if self.has_scale(op) else ("sm_scale",)
-
-    @property
-    def traces_reads(self) -> bool:
-        """Return whether a run can record what it reads from the cache."""
-        return False
 
     @property
     def is_deterministic(self) -> bool:
@@ -341,9 +335,9 @@ class Backend(ABC):
         """Return what the op gets without its scales, with the arguments for them that it lacks."""
         return {}
 
-    @abstractmethod
     def text(self, kernels: Sequence[str], target: Target) -> str:
         """Describe where the kernels of a run come from, and which of them are models."""
+        return self.name
 
     @abstractmethod
     def run(

@@ -653,15 +653,12 @@ class ModelBackend(Backend):
     name = "model"
     ops = TRITON_OPS
     models_prefill = True
+    is_deterministic = True
     masks = tuple(MASKS)
     blind_spots = (
         "blocks that a sliding window freed: the models do not define what is read before a window",
         "ALiBi with sinks: the models reproduce vLLM's unified_attention, which is wrong there",
     )
-
-    @property
-    def is_deterministic(self) -> bool:
-        return True
 
     @property
     def release(self) -> str:
@@ -670,9 +667,6 @@ class ModelBackend(Backend):
     @property
     def version(self) -> str:
         return f"models of {self.rules}"
-
-    def text(self, kernels: Sequence[str], target: Target) -> str:
-        return self.name
 
     def run(
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions

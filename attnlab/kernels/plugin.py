@@ -392,9 +392,6 @@ class PluginBackend(Backend):
     def blind_spots(self) -> tuple[str, ...]:
         return () if self.large_caches else (_NO_LARGE_CACHES,)
 
-    def text(self, kernels: Sequence[str], target: Target) -> str:
-        return self.name
-
     def run(
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
     ) -> RunOutput:

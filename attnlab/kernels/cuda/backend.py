@@ -99,18 +99,16 @@ def _main(root: Path) -> str:
 
 
 def _kept(text: str, spans: list[tuple[int, int]], around: dict[int, tuple[str, str]]) -> str:
-    """Return the spans of a text, with the line breaks between them, and the launches replaced."""
+    """Return the spans of a text, with the line breaks between them.
+
+    Each launch becomes a call that the device runs; raises Unavailable for one in an unknown form.
+    """
     done, at = [], 0
     for begin, end in sorted(spans):
         before, after = around.get(begin, ("", ""))
         done += ["\n" * text.count("\n", at, begin), before, text[begin:end], after]
         at = end
-    return _launches("".join(done))
-
-
-def _launches(text: str) -> str:
-    """Replace each launch by a call that the device runs; raise Unavailable for one in an unknown form."""
-    text = _LAUNCH.sub(r'attnlab::launch("\1", vllm::\1<\2>)\3(\4, \5, ', text)
+    text = _LAUNCH.sub(r'attnlab::launch("\1", vllm::\1<\2>)\3(\4, \5, ', "".join(done))
     if "<<<" in text:
         raise Unavailable(f"{MAIN} is not as expected: a launch has an unknown form")
     return text
@@ -252,6 +250,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     ops = (WRITE,)
+    is_deterministic = True
     blind_spots = ("the timing, registers and vector instructions of real hardware",)
 
     @cached_property
@@ -268,10 +267,6 @@ class CudaBackend(Backend):
     @property
     def version(self) -> str:
         return self.source.text()
-
-    @property
-    def is_deterministic(self) -> bool:
-        return True
 
     @property
     def release(self) -> str:

@@ -41,6 +41,7 @@ class RocmBackend(Backend):
     ops = TRITON_OPS
     models_prefill = True
     traces_reads = True
+    is_deterministic = True
     states_limits = True
     blind_spots = (
         "prefill rows: the models compute them",
@@ -59,10 +60,6 @@ class RocmBackend(Backend):
     @property
     def version(self) -> str:
         return native_text() if self.source is None else self.source.text()
-
-    @property
-    def is_deterministic(self) -> bool:
-        return True
 
     @property
     def release(self) -> str:

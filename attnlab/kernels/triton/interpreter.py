@@ -84,8 +84,6 @@ from attnlab.kernels.triton.run_log import (
 TRITON = ((3, 6), (3, 9))  # the oldest and the newest minor release
 NUMPY = ((2, 0), (2, 4))  # measured; any NumPy 2 is accepted
 
-Range = tuple[tuple[int, int], tuple[int, int]]
-
 
 def check_installed_pair() -> None:
     """Check the versions of the installed packages, without an import of Triton.
@@ -109,25 +107,15 @@ def _installed() -> tuple[str, str] | None:
 
 def check_pair(triton: str, numpy: str) -> None:
     """Raise Unavailable if the lab's interpreter is not tested with this Triton and this NumPy."""
-    if _is_in(triton, TRITON) and numpy.partition(".")[0] == str(NUMPY[0][0]):
+    match, major = re.match(r"(\d+)\.(\d+)", triton), NUMPY[0][0]
+    is_tested = match is not None and TRITON[0] <= (int(match[1]), int(match[2])) <= TRITON[1]
+    if is_tested and numpy.partition(".")[0] == str(major):
         return
+    oldest, newest = (".".join(map(str, release)) for release in TRITON)
     raise Unavailable(
-        f"Triton's interpreter needs Triton {_text(TRITON)} and NumPy {NUMPY[0][0]}, got Triton {triton} and "
-        f"NumPy {numpy}: pip install triton=={_newest(TRITON)}.0 'numpy>={NUMPY[0][0]},<{NUMPY[0][0] + 1}'"
+        f"Triton's interpreter needs Triton {oldest} to {newest} and NumPy {major}, got Triton {triton} and "
+        f"NumPy {numpy}: pip install triton=={newest}.0 'numpy>={major},<{major + 1}'"
     )
-
-
-def _is_in(version: str, allowed: Range) -> bool:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return match is not None and allowed[0] <= (int(match[1]), int(match[2])) <= allowed[1]
-
-
-def _text(allowed: Range) -> str:
-    return f"{allowed[0][0]}.{allowed[0][1]} to {_newest(allowed)}"
-
-
-def _newest(allowed: Range) -> str:
-    return f"{allowed[1][0]}.{allowed[1][1]}"
 
 
 VARIABLE = "TRITON_INTERPRET"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -496,22 +497,6 @@ class Compiled:
     failures: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """A driver of Triton that knows its target and can do nothing else."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
 def precompile(
     cases: Iterable[Case],
     source: Source,
@@ -585,7 +570,13 @@ def _compiling_for(platform: str) -> Iterator[None]:
     if not platform.startswith("sm_"):
         raise Unavailable(f"platform must be an NVIDIA GPU to compile for, got {platform}")
     before = driver._active  # reading driver.active would look for a GPU
-    driver.set_active(_Device(GPUTarget("cuda", int(platform.removeprefix("sm_")), 32)))
+    target = GPUTarget("cuda", int(platform.removeprefix("sm_")), 32)
+    device = SimpleNamespace(  # a driver that knows its target and can do nothing else
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+    )
+    driver.set_active(device)
     try:
         yield
     finally:

@@ -390,13 +390,8 @@ def _torch(current: "_Current") -> ModuleType:
     that a read of scratch memory before it is written shows in the output.
     """
 
-    def empty(*size: Any, **options: Any) -> torch.Tensor:
-        return scratch(torch.empty(*size, **options))
-
-    def empty_like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-        return scratch(torch.empty_like(tensor, **options))
-
-    def scratch(made: torch.Tensor) -> torch.Tensor:
+    def scratch(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+        made = make(*args, **options)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     cuda = _view(
@@ -409,7 +404,8 @@ def _torch(current: "_Current") -> ModuleType:
         get_device_properties=current.get_device_properties,
         current_device=current.get_current_device,
     )
-    return _view(torch, cuda=cuda, empty=empty, empty_like=empty_like)
+    makers = {one.__name__: partial(scratch, one) for one in (torch.empty, torch.empty_like)}
+    return _view(torch, cuda=cuda, **makers)
 
 
 class OnCpu(TorchFunctionMode):
