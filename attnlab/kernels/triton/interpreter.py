@@ -465,10 +465,7 @@ def prepared(
     """Patch Triton's language for programs of a kernel in a grid of ``sizes``, inside the block."""
     from triton.runtime import interpreter
 
-    form = _launched_type().of
-    if extension is not None:
-        form = _together_form
-
+    form = _launched_type().of if extension is None else _together_form
     with (
         one_at_a_time(),
         language(interpreter, kernel, observed, form, Memory(arguments, trace), extension),
@@ -551,10 +548,13 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
     rest = programs[done:]
     if not rest:
         return
-    children = [
-        fork(functools.partial(_run_part, run, rest[i :: plan.processes], plan.observed))
-        for i in range(1, plan.processes)
-    ]
+
+    def part(first: int) -> RunLog:
+        for program in rest[first :: plan.processes]:
+            run(program)
+        return plan.observed
+
+    children = [fork(functools.partial(part, i)) for i in range(1, plan.processes)]
     mine = rest[:: plan.processes]
     try:
         for i, program in enumerate(mine, 1):
@@ -570,13 +570,6 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
         if error is not None:
             raise error
         plan.observed.take(observed)
-
-
-def _run_part(run: Callable[[Program], None], programs: list[Program], observed: RunLog) -> RunLog:
-    """Run programs in a copy of the process; return its log."""
-    for program in programs:
-        run(program)
-    return observed
 
 
 @contextmanager

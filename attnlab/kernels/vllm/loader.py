@@ -461,8 +461,7 @@ class _Current:
     def is_xpu(self) -> bool:
         return False
 
-    def is_tpu(self) -> bool:
-        return False
+    is_tpu = is_xpu
 
     def is_device_capability_family(self, capability: int, device_id: int = 0) -> bool:
         return self._capability[0] == capability // 10
@@ -500,9 +499,11 @@ class _Current:
         return self._platform.family == "rdna"
 
     def has_device_capability(self, capability: Any, device_id: int = 0) -> bool:
-        asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-        return self._capability >= asked
+        return self._capability >= _pair(capability)
 
     def is_device_capability(self, capability: Any, device_id: int = 0) -> bool:
-        asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-        return self._capability == asked
+        return self._capability == _pair(capability)
+
+
+def _pair(capability: Any) -> tuple[int, ...]:
+    return divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
