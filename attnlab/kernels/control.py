@@ -141,11 +141,7 @@ def repeated(run: Callable[[T], torch.Tensor]) -> Callable[[T], torch.Tensor]:
 
 
 def run_backend(
-    backend: Backend,
-    call: KernelCall,
-    target: Target,
-    kernels: Sequence[str],
-    options: RunOptions,
+    backend: Backend, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
 ) -> RunOutput:
     """Run the kernels of a call as ``backend.run`` does; twice inside :func:`controlled`."""
     control = _ACTIVE.get()

@@ -208,12 +208,7 @@ _FP8 = {
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
 # bfloat16 numbers are in float32 here (:mod:`attnlab.kernels.triton.patches`).
-_WIDE = {
-    "fp16": torch.float16,
-    "bf16": torch.float32,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+_WIDE = {"fp16": torch.float16, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 _BITS = {torch.float16: np.uint16, torch.float32: np.uint32, torch.float64: np.uint64}
 
 

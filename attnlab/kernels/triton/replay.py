@@ -230,11 +230,7 @@ class Replay:
 
     def _prepare(self, launch: LaunchLog) -> Callable[[Any, Any], Any]:
         return lambda observed, extension: prepared(
-            launch.function.fn,
-            launch.arguments,
-            launch.sizes,
-            observed,
-            extension=extension,
+            launch.function.fn, launch.arguments, launch.sizes, observed, extension=extension
         )
 
     def run_edits(

@@ -289,17 +289,12 @@ class Region:
             factors[dims[0]] = tensor.shape[dims[1]]
         strides = [stride * bytes_ for stride in tensor.stride()]
         places = sorted(
-            zip(strides, tensor.shape, factors.values(), strict=True),
-            key=lambda place: -place[0],
+            zip(strides, tensor.shape, factors.values(), strict=True), key=lambda place: -place[0]
         )
         last = sum(stride * (size - 1) for stride, size, _ in places) + bytes_
         begin = tensor.data_ptr()
         return cls(
-            name=name,
-            is_cache=len(dims) == 2,
-            begin=begin,
-            end=begin + last,
-            places=tuple(places),
+            name=name, is_cache=len(dims) == 2, begin=begin, end=begin + last, places=tuple(places)
         )
 
     def indices(self, addresses: Any) -> list[int]:

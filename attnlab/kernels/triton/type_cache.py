@@ -82,10 +82,7 @@ def _broadcast(compute: Any) -> Any:
         key = (lhs.type.name, rhs.type.name)
         if key not in known:
             left, right = compute(semantic, lhs, rhs)
-            known[key] = (
-                None if left is lhs else left.type,
-                None if right is rhs else right.type,
-            )
+            known[key] = (None if left is lhs else left.type, None if right is rhs else right.type)
             return left, right
         left_ty, right_ty = known[key]
         return _spread(semantic, lhs, left_ty), _spread(semantic, rhs, right_ty)

@@ -170,11 +170,7 @@ def check_fp8_format(case: Case) -> None:
 
 
 def rocm_decode(
-    call: KernelCall,
-    target: Target,
-    source: Source,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: KernelCall, target: Target, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Replace ``ops.paged_attention_rocm``: call its source, or the lab's model of it.
 

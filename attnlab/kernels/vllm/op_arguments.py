@@ -9,13 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import OutOfMemory
-from attnlab.case.op_arguments import (
-    DIFFKV,
-    NONE,
-    OP_ARGUMENTS,
-    WRITE_DIFFKV,
-    WRITE_SCALED,
-)
+from attnlab.case.op_arguments import DIFFKV, NONE, OP_ARGUMENTS, WRITE_DIFFKV, WRITE_SCALED
 from attnlab.kernels.model import written_cache
 from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.loader import Loader
@@ -229,10 +223,7 @@ def write_diffkv(case: Case, given: Arguments) -> Passed:
 
 
 def pass_argument(
-    case: Case,
-    arguments: Arguments,
-    parameters: set[str],
-    value_scale: torch.Tensor | None = None,
+    case: Case, arguments: Arguments, parameters: set[str], value_scale: torch.Tensor | None = None
 ) -> Passed:
     """Return ``arguments`` with the op argument of a Case; they are those that the op gets without one.
 

@@ -309,10 +309,7 @@ class Operations:
     def _cast(self, compute: Any) -> Any:
         """Return ``cast_impl`` that lets torch convert large blocks between float16 and float32."""
         tl = self._interpreter.tl
-        kinds = {
-            (tl.float16, tl.float32): torch.float32,
-            (tl.float32, tl.float16): torch.float16,
-        }
+        kinds = {(tl.float16, tl.float32): torch.float32, (tl.float32, tl.float16): torch.float16}
 
         def cast(builder: Any, source: Any, target: Any) -> Any:
             wanted = kinds.get((source.dtype.scalar, target.scalar))
