@@ -304,13 +304,14 @@ class Backend(ABC):
 
         Raises InvalidCase if a field of the Case is at fault, Unavailable if this machine is.
         """
-        if case.op not in self.ops:
-            refuse("op", f"{' or '.join(self.ops)} with backend {self.name}", case.op)
-        if case.kv_cache_dtype not in self.kv_cache_dtypes:
-            allowed = " or ".join(self.kv_cache_dtypes)
-            refuse("kv_cache_dtype", f"{allowed} with backend {self.name}", case.kv_cache_dtype)
-        if case.mask not in self.masks:
-            refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
+        for name in ("op", "kv_cache_dtype", "mask"):
+            self.check_field(name, getattr(case, name))
+
+    def check_field(self, name: str, value: str) -> None:
+        """Raise InvalidCase unless the kernels support a value of "op", "kv_cache_dtype" or "mask"."""
+        allowed: tuple[str, ...] = getattr(self, f"{name}s")
+        if value not in allowed:
+            refuse(name, f"{' or '.join(allowed)} with backend {self.name}", value)
 
     def check_features(self, case: Case) -> None:  # noqa: B027
         """Raise InvalidCase for a feature of the Case that the op of these kernels lacks."""

@@ -355,7 +355,7 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         plan = replace(plan, processes=1)
         plan.observed.budget = probe.budget
     with _rerun_limited(plan.observed, name):
-        _launch(function, kernel, arguments, converted, programs, sizes, plan)
+        _launch(function, arguments, converted, programs, sizes, plan)
 
 
 @contextmanager
@@ -375,7 +375,6 @@ def _rerun_limited(observed: RunLog, kernel: str) -> Iterator[None]:
 
 def _launch(
     function: Any,
-    kernel: Any,
     arguments: dict[str, Any],
     converted: dict[str, Any],
     programs: list[Program],
@@ -409,7 +408,7 @@ def _launch(
         if trace is not None:
             trace.end()
 
-    with prepared(kernel, arguments, sizes, plan.observed, trace), own_failures():
+    with prepared(kernel, arguments, sizes, plan.observed, trace=trace), own_failures():
         _run_all(run, programs, plan)
 
 
@@ -434,9 +433,7 @@ def _run_together(
         converted=converted,
         programs=programs,
         reads=reads,
-        prepare=lambda observed, extension: prepared(
-            kernel, arguments, sizes, observed, extension=extension
-        ),
+        prepare=functools.partial(prepared, kernel, arguments, sizes),
         on_programs=plan.on_programs,
         observed=plan.observed,
         processes=plan.processes,
@@ -459,8 +456,8 @@ def prepared(
     arguments: Mapping[str, Any],
     sizes: Program,
     observed: RunLog,
-    trace: Accesses | None = None,
     extension: Any = None,
+    trace: Accesses | None = None,
 ) -> Iterator[None]:
     """Patch Triton's language for programs of a kernel in a grid of ``sizes``, inside the block."""
     from triton.runtime import interpreter

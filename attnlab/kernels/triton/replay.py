@@ -7,6 +7,7 @@ small part of the time of the call.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,7 +201,7 @@ class Replay:
                 if units is None and not self._run_together(launch, programs, observed):
                     continue
                 kernel = launch.function.rewrite()
-                with prepared(kernel, launch.arguments, launch.sizes, observed, notes):
+                with prepared(kernel, launch.arguments, launch.sizes, observed, trace=notes):
                     for program in programs:
                         interpreter.interpreter_builder.set_grid_idx(*program)
                         with limited(observed.budget):
@@ -222,16 +223,11 @@ class Replay:
             converted=launch.converted,
             programs=programs,
             reads=None,
-            prepare=self._prepare(launch),
+            prepare=partial(prepared, launch.function.fn, launch.arguments, launch.sizes),
             on_programs=lambda done, total: None,
             observed=observed,
             on_stored=self._note_stores,
         ).run()
-
-    def _prepare(self, launch: LaunchLog) -> Callable[[Any, Any], Any]:
-        return lambda observed, extension: prepared(
-            launch.function.fn, launch.arguments, launch.sizes, observed, extension=extension
-        )
 
     def run_edits(
         self, units: Sequence[Unit], function: Any, kernel: Any, edits: Sequence[int]
@@ -270,7 +266,7 @@ class Replay:
         edited = EditRun(
             launch=launch,
             programs=programs,
-            prepare=self._prepare(launch),
+            prepare=partial(prepared, launch.function.fn, launch.arguments, launch.sizes),
             budget=lambda: _budget(launch, programs, _EDITS_SLACK),
         )
         with probing(Probe(together=forms)):

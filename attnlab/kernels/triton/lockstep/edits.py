@@ -112,8 +112,7 @@ class _Head:
 def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
     """Return the index of the expression that has all of a change, or None."""
     start, stop, _ = change
-    found = (i for i, one in enumerate(heads) if one.begin <= start < stop <= one.end)
-    return next(found, None)
+    return next((i for i, one in enumerate(heads) if one.begin <= start < stop <= one.end), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
