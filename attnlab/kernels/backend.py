@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.shown import STEP_MIME
 from attnlab.contracts.contract import Target
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.features import lacks
@@ -139,11 +140,8 @@ _RUNNING: ContextVar[tuple[OnStep, str]] = ContextVar("running", default=(ignore
 def announced(on_step: OnStep, step: str) -> Iterator[None]:
     """Announce a step; within, :func:`counted` says how far it is."""
     on_step(step)
-    token = _RUNNING.set((on_step, step))
-    try:
+    with setting(_RUNNING, (on_step, step)):
         yield
-    finally:
-        _RUNNING.reset(token)
 
 
 def counted(items: Sequence[T]) -> Iterator[T]:
@@ -203,7 +201,16 @@ class Backend(ABC):
 
     Creating a backend loads and checks as little as possible, so that a Case can be built and described
     on a machine that cannot run it. :meth:`check` does the rest. Backends can be pickled.
+
+    - ``cache_copies``: how many times the cache is in memory during a run.
+    - ``models_prefill``: whether the model computes the rows of the prefill kernel, so that runs can share
+      them.
+    - ``traces_reads``: whether a run can record what it reads from the cache.
     """
+
+    cache_copies: ClassVar[int] = 1
+    models_prefill: ClassVar[bool] = False
+    traces_reads: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -270,24 +277,9 @@ class Backend(ABC):
         """Return whether the kernels run on a cache of 8 GiB of untouched memory without copying it."""
         return True
 
-    @property
-    def cache_copies(self) -> int:
-        """Return how many times the cache is in memory during a run."""
-        return 1
-
-    @property
-    def models_prefill(self) -> bool:
-        """Return whether the model computes the rows of the prefill kernel, so that runs can share them."""
-        return False
-
     def fixed_fields(self, op: str) -> tuple[str, ...]:
         """Return the scales of a Case, by the names of its fields, for which an op has no argument."""
         return () if self.has_scale(op) else ("sm_scale",)
-
-    @property
-    def traces_reads(self) -> bool:
-        """Return whether a run can record what it reads from the cache."""
-        return False
 
     @property
     def is_deterministic(self) -> bool:
@@ -312,13 +304,14 @@ class Backend(ABC):
 
         Raises InvalidCase if a field of the Case is at fault, Unavailable if this machine is.
         """
-        if case.op not in self.ops:
-            refuse("op", f"{' or '.join(self.ops)} with backend {self.name}", case.op)
-        if case.kv_cache_dtype not in self.kv_cache_dtypes:
-            allowed = " or ".join(self.kv_cache_dtypes)
-            refuse("kv_cache_dtype", f"{allowed} with backend {self.name}", case.kv_cache_dtype)
-        if case.mask not in self.masks:
-            refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
+        for name in ("op", "kv_cache_dtype", "mask"):
+            self.check_field(name, getattr(case, name))
+
+    def check_field(self, name: str, value: str) -> None:
+        """Raise InvalidCase unless the kernels support a value of "op", "kv_cache_dtype" or "mask"."""
+        allowed: tuple[str, ...] = getattr(self, f"{name}s")
+        if value not in allowed:
+            refuse(name, f"{' or '.join(allowed)} with backend {self.name}", value)
 
     def check_features(self, case: Case) -> None:  # noqa: B027
         """Raise InvalidCase for a feature of the Case that the op of these kernels lacks."""
@@ -343,9 +336,9 @@ class Backend(ABC):
         """Return what the op gets without its scales, with the arguments for them that it lacks."""
         return {}
 
-    @abstractmethod
     def text(self, kernels: Sequence[str], target: Target) -> str:
         """Describe where the kernels of a run come from, and which of them are models."""
+        return self.name
 
     @abstractmethod
     def run(

@@ -5,8 +5,8 @@ function at hand has.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.contracts.contract import Target
 from attnlab.kernels import model as paged
 from attnlab.kernels.model import Partials, partials, slot_mapping, written_cache
+from attnlab.kernels.replaced import replacing, setting
 from attnlab.kernels.triton.interpreter import interpret_if_possible
 from attnlab.kernels.vllm.features import check_call
 from attnlab.library.op import names_in
@@ -34,17 +35,12 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *ar
 _NUMBER: ContextVar[float] = ContextVar("scratch", default=float("nan"))
 
 
-@contextmanager
-def scratch_full_of(number: float) -> Iterator[None]:
+def scratch_full_of(number: float) -> AbstractContextManager[float]:
     """Let scratch memory be full of ``number`` inside the block, in place of NaN.
 
     An output that changes depends on scratch memory that no kernel has written.
     """
-    token = _NUMBER.set(number)
-    try:
-        yield
-    finally:
-        _NUMBER.reset(token)
+    return setting(_NUMBER, number)
 
 
 def scratch_number() -> float:
@@ -52,8 +48,7 @@ def scratch_number() -> float:
     return _NUMBER.get()
 
 
-@contextmanager
-def new_empty_is_scratch() -> Iterator[None]:
+def new_empty_is_scratch() -> AbstractContextManager[None]:
     """Let ``Tensor.new_empty`` return scratch memory inside the block, for buffers that an op makes."""
     original = torch.Tensor.new_empty
 
@@ -61,11 +56,7 @@ def new_empty_is_scratch() -> Iterator[None]:
         made = original(tensor, *size, **options)
         return made.fill_(_NUMBER.get()) if made.is_floating_point() else made
 
-    torch.Tensor.new_empty = new_empty  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.new_empty = original  # type: ignore[method-assign]
+    return replacing(torch.Tensor, new_empty=new_empty)
 
 
 def scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
@@ -467,12 +458,16 @@ def taken(function: Callable[..., Any]) -> list[str]:
     return names
 
 
+def required_of(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the parameters that have no default."""
+    found = {name: one for name, one in parameters.items() if one.default is one.empty}
+    return [name for name, one in found.items() if one.kind not in _OPEN]
+
+
 def passed(function: Callable[..., Any], given: Arguments, op: str) -> Arguments:
     """Return the arguments that a function takes; raise Unavailable if it requires another one."""
-    parameters = inspect.signature(function).parameters
-    for name, parameter in parameters.items():
-        is_required = parameter.default is parameter.empty and parameter.kind not in _OPEN
-        if is_required and name not in given:
+    for name in required_of(inspect.signature(function).parameters):
+        if name not in given:
             raise Unavailable(
                 f"{op} requires the argument {name}, which the lab does not know: "
                 "add it to the arguments of the op's record"

@@ -19,7 +19,7 @@ import torch
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.fields import refuse, suggestion
 from attnlab.case.ops import DECODE_FWD, RELEASES, UNIFIED, Op
-from attnlab.kernels.binding import known_names
+from attnlab.kernels.binding import known_names, required_of
 from attnlab.kernels.control import rows_equal
 from attnlab.library.op import libraries, names_in, ops_of, package_of
 from attnlab.tensors.cache import in_layout
@@ -91,6 +91,17 @@ _USUAL = (
 )
 
 
+_OPTIONAL = (
+    *("softcap", "alibi_slopes", "sinks", "q_scale", "output_scale", "qq_bias"),
+    *("mm_prefix_range", "rswa_prefix_lens"),
+)
+# What the functions of NATIVE state of a call.
+_STATED = (
+    *("query_start_loc", "sm_scale", "sliding_window", "causal"),
+    *("softcap", "alibi_slopes", "sinks"),
+)
+
+
 def output_of(result: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return output and log-sum-exp of what an op returned: a tensor, or a sequence that starts with both.
 
@@ -130,12 +141,8 @@ class ByName:
     def check(self, spec: str) -> None:
         """Raise InvalidCase if the function has an argument without default that no call can hold."""
         parameters = inspect.signature(self.function).parameters
-        for name, one in parameters.items():
-            is_needed = one.default is _MISSING and one.kind not in (
-                one.VAR_POSITIONAL,
-                one.VAR_KEYWORD,
-            )
-            if is_needed and name not in SIZES and self._field(name, parameters) is None:
+        for name in required_of(parameters):
+            if name not in SIZES and self._field(name, parameters) is None:
                 text = f"{spec}: {name} must be an argument that attnlab knows ({', '.join(_USUAL)}, …), "
                 raise InvalidCase(f"{text}or have a default", field="backend")
 
@@ -242,16 +249,7 @@ def _needed(call: KernelCall) -> dict[str, bool]:
         "sliding_window": call.sliding_window > 0,
         "causal": call.causal is not True,
     }
-    optional: tuple[str, ...] = (
-        "softcap",
-        "alibi_slopes",
-        "sinks",
-        "q_scale",
-        "output_scale",
-        "qq_bias",
-    )
-    optional += ("mm_prefix_range", "rswa_prefix_lens")
-    needed |= {name: getattr(call, name) is not None for name in optional}
+    needed |= {name: getattr(call, name) is not None for name in _OPTIONAL}
     for name in ("k_scale", "v_scale"):
         scale = getattr(call, name)
         is_one = not isinstance(scale, torch.Tensor) and scale == 1.0
@@ -431,17 +429,6 @@ def _with(
     return function(*first, **given, **used, **{scale: sm_scale})
 
 
-_STATED = (
-    "query_start_loc",
-    "sm_scale",
-    "sliding_window",
-    "causal",
-    "softcap",
-    "alibi_slopes",
-    "sinks",
-)
-
-
 def _window_left(call: KernelCall) -> dict[str, Any]:
     return {"window_left": call.sliding_window - 1 if call.sliding_window else None}
 
@@ -506,11 +493,7 @@ def record_of(function: Callable[..., Any], made: Op, mapping: Mapping[str, str]
     ordered = sorted(libraries(), key="vllm".__ne__)  # of equals, vLLM's first
     records = [op for library in ordered for op in ops_of(library) if op.is_triton]
     ranked = sorted(records, key=lambda op: -_likeness(op, parameters))
-    required = [
-        name
-        for name, one in parameters.items()
-        if one.default is _MISSING and one.kind not in _OPEN
-    ]
+    required = required_of(parameters)
     found = {name: mapping.get(name) or _value_of(name, ranked) for name in parameters}
     arguments = {name: text for name, text in found.items() if text is not None}
     for name in required:  # what a call may not state is not optional here

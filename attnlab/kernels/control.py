@@ -19,6 +19,7 @@ from attnlab.case.errors import NotDeterministic
 from attnlab.case.shown import Document
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.replaced import setting
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import same_numbers
 
@@ -111,23 +112,13 @@ def controlled() -> Iterator[Control]:
     if (active := _ACTIVE.get()) is not None:
         yield active
         return
-    control = Control()
-    token = _ACTIVE.set(control)
-    try:
-        with contextlib.suppress(NotDeterministic):
-            yield control
-    finally:
-        _ACTIVE.reset(token)
+    with setting(_ACTIVE, Control()) as control, contextlib.suppress(NotDeterministic):
+        yield control
 
 
-@contextlib.contextmanager
-def uncontrolled() -> Iterator[None]:
+def uncontrolled() -> contextlib.AbstractContextManager[None]:
     """Run calls inside the block once, because the caller compares them or records the run."""
-    token = _ACTIVE.set(None)
-    try:
-        yield
-    finally:
-        _ACTIVE.reset(token)
+    return setting(_ACTIVE, None)
 
 
 def is_controlled() -> bool:
@@ -150,11 +141,7 @@ def repeated(run: Callable[[T], torch.Tensor]) -> Callable[[T], torch.Tensor]:
 
 
 def run_backend(
-    backend: Backend,
-    call: KernelCall,
-    target: Target,
-    kernels: Sequence[str],
-    options: RunOptions,
+    backend: Backend, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
 ) -> RunOutput:
     """Run the kernels of a call as ``backend.run`` does; twice inside :func:`controlled`."""
     control = _ACTIVE.get()

@@ -70,11 +70,6 @@ def library_name() -> str:
     return "_C.abi3.so" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512.abi3.so"
 
 
-def backend_text() -> str:
-    """Describe the library."""
-    return f"{DISTRIBUTION} {VERSION}, compiled for CPU"
-
-
 def check_cache(kv_cache_dtype: str) -> None:
     """Raise Unavailable for an FP8 cache."""
     if kv_cache_dtype != "auto":
@@ -195,7 +190,7 @@ class CpuBackend(Backend):
 
     @property
     def version(self) -> str:
-        return backend_text()
+        return f"{DISTRIBUTION} {VERSION}, compiled for CPU"
 
     def check(self, case: Case) -> None:
         super().check(case)
@@ -203,7 +198,7 @@ class CpuBackend(Backend):
         check_cache(case.kv_cache_dtype)
 
     def text(self, kernels: Sequence[str], target: Target) -> str:
-        return backend_text()
+        return self.version
 
     def run(
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions

@@ -1,7 +1,8 @@
 """Models of vLLM's attention kernels in torch: they follow the contracts, on any machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -171,7 +172,7 @@ def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
 # query's dtype.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Partials:
     """Attention over two parts of the keys.
 
@@ -214,12 +215,7 @@ def partials(call: KernelCall, target: Target) -> Partials:
         moved = ~has_prefix & (row < row.masked_fill(~has_prefix, 0).max()) & (row % 4 < 2)
         outputs = [torch.where(moved[:, None, None], outputs[1 - i], outputs[i]) for i in (0, 1)]
         sums = [torch.where(moved, sums[1 - i], sums[i]) for i in (0, 1)]
-    return Partials(
-        prefix_output=outputs[0],
-        prefix_lse=sums[0],
-        suffix_output=outputs[1],
-        suffix_lse=sums[1],
-    )
+    return Partials(outputs[0], sums[0], outputs[1], sums[1])
 
 
 def merge_attn_states(call: KernelCall, target: Target) -> None:
@@ -288,62 +284,40 @@ def _attend(
 _SCORES = 1 << 19  # scores of a tile: 2 MiB of float32 stay in the processor's cache
 
 
-def context_attention_fwd(call: KernelCall, target: Target) -> None:
-    """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
+def _tiled(name: str, call: KernelCall, target: Target) -> None:
+    """Write the rows of every sequence that a kernel serves to ``call.output``.
 
-    Context tokens come from the cache, new tokens from ``call.key`` and ``call.value``; no slot after
-    ctx_len is read. The grid covers max_query_len rows, rounded up to tiles; later rows are not written.
-    Raises KernelRejected for sinks with ALiBi, as the op's assertion does.
+    Tokens that do not come from the cache come from ``call.key`` and ``call.value``; no slot after the
+    cached tokens is read. The grid of a prefill kernel covers max_query_len rows, rounded up to tiles; later
+    rows are not written. Scores and sums are float32. Weights are rounded to the dtype of the values, the
+    output to that of the query. Raises KernelRejected for sinks with ALiBi, as prefix_prefill's assertion
+    does.
     """
-    if call.sinks is not None and call.alibi_slopes is not None:
+    if name == PREFILL and call.sinks is not None and call.alibi_slopes is not None:
         raise KernelRejected("Sinks arg is not supported with alibi")
-    _prefill_attend(PREFILL, call, target, grid_rows(contract(PREFILL, target, call.op), call))
-
-
-def encoder_attention(call: KernelCall, target: Target) -> None:
-    """Write the rows of every sequence to ``call.output``, as triton_prefill_attention does.
-
-    Keys and values are ``call.key`` and ``call.value``. The grid covers max_query_len rows, in tiles.
-    """
-    _prefill_attend(ENCODER, call, target, grid_rows(contract(ENCODER, target, call.op), call))
-
-
-def unified_attention(call: KernelCall, target: Target) -> None:
-    """Write every row of every sequence to ``call.output``; no slot after seq_len is read."""
-    _prefill_attend(UNIFIED, call, target, call.query.shape[0])
-
-
-def decode_attention_fwd(call: KernelCall, target: Target) -> None:
-    """Write the one row of every sequence to ``call.output``; no slot after seq_len is read."""
-    _prefill_attend(DECODE_FWD, call, target, call.query.shape[0])
-
-
-def _prefill_attend(name: str, call: KernelCall, target: Target, grid: int) -> None:
-    """Write the rows of every sequence that a kernel serves, at most ``grid`` rows of each.
-
-    Scores and sums are float32. Weights are rounded to the dtype of the values, the output to that of the
-    query.
-    """
     terms = contract(name, target, call.op)
+    grid = grid_rows(terms, call) if name in (PREFILL, ENCODER) else call.query.shape[0]
+    cached = cached_lens(terms, call).tolist()
+    for seq, rows, seq_len in counted(_served(terms, call)):
+        _sequence(call, target, seq, rows, seq_len, cached[seq], grid)
+
+
+def _served(terms: Contract, call: KernelCall) -> list[tuple[int, range, int]]:
+    """Return the sequences that a kernel serves, each with its rows and its length as it reads them."""
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
-    cached = cached_lens(terms, call).tolist()
-    for seq in counted(torch.nonzero(served(terms, call)).flatten().tolist()):
-        start, stop = starts[seq], starts[seq + 1]
-        _sequence(call, target, seq, start, stop, seq_lens[seq], cached[seq], grid)
+    seqs = torch.nonzero(served(terms, call)).flatten().tolist()
+    return [(seq, range(starts[seq], starts[seq + 1]), seq_lens[seq]) for seq in seqs]
 
 
 def _sequence(
-    call: KernelCall,
-    target: Target,
-    seq: int,
-    start: int,
-    stop: int,
-    seq_len: int,
-    cached: int,
-    grid: int,
+    call: KernelCall, target: Target, seq: int, rows: range, seq_len: int, cached: int, grid: int
 ) -> None:
-    """Write one sequence's rows, some KV heads at a time; ``cached`` tokens come from the cache."""
+    """Write one sequence's rows, some KV heads at a time.
+
+    The first ``cached`` tokens come from the cache, the others from the arguments.
+    """
+    start, stop = rows.start, rows.stop
     ctx_len = seq_len - (stop - start)
     num_kv_heads, group = call.key.shape[1], call.num_queries_per_kv
     mask = call.visibility.of_seq(seq, ctx_len, seq_len)
@@ -352,9 +326,10 @@ def _sequence(
     for first in range(0, num_kv_heads, heads_at_once):
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)
-        key, value = _keys_and_values(
-            call, target, seq, kv, cached, stop - (seq_len - cached), stop
-        )
+        old = (one[:, :cached] for one in _cached(call, target, seq, cached, kv))
+        last_rows = slice(stop - (seq_len - cached), stop)
+        new = (one[last_rows, kv].transpose(0, 1).float() for one in (call.key, call.value))
+        key, value = (torch.cat(pair, 1) for pair in zip(old, new, strict=True))
         query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
@@ -362,26 +337,6 @@ def _sequence(
             call.buffer[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.buffer.dtype)
             )
-
-
-def _keys_and_values(
-    call: KernelCall,
-    target: Target,
-    seq: int,
-    kv: slice,
-    cached: int,
-    start: int,
-    stop: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of some KV heads, each [heads, seq_len, head_size] float32.
-
-    The first ``cached`` tokens come from the cache, the others from rows ``start`` to ``stop`` of the
-    arguments.
-    """
-    old = (one[:, :cached] for one in _cached(call, target, seq, cached, kv))
-    new = (one[start:stop, kv].transpose(0, 1).float() for one in (call.key, call.value))
-    key, value = (torch.cat(pair, 1) for pair in zip(old, new, strict=True))
-    return key, value
 
 
 def _tile(
@@ -448,11 +403,9 @@ def kernel_paged_attention_2d(call: KernelCall, target: Target) -> None:
     0.33.0 masks them. Outside a sliding window the score is -10000, not -inf.
     """
     terms = contract(TRITON_DECODE, target, call.op)
-    starts = as_read(terms, call, "query_start_loc").tolist()
-    seq_lens = as_read(terms, call, "seq_lens").tolist()
-    for seq in counted(torch.nonzero(served(terms, call)).flatten().tolist()):
-        row = _row(call, target, seq, starts[seq], seq_lens[seq], terms.reads_tail != "nothing")
-        call.buffer[starts[seq]] = row.to(call.buffer.dtype)
+    for seq, rows, seq_len in counted(_served(terms, call)):
+        row = _row(call, target, seq, rows.start, seq_len, terms.reads_tail != "nothing")
+        call.buffer[rows.start] = row.to(call.buffer.dtype)
 
 
 def _row(
@@ -512,14 +465,12 @@ def paged_attention_rocm(call: KernelCall, target: Target) -> None:
     """Write the row of every sequence whose query_len reads as 1 to ``call.output``."""
     terms = contract(ROCM_DECODE, target, call.op)
     check_host(terms, call)
-    starts = as_read(terms, call, "query_start_loc").tolist()
-    seq_lens = as_read(terms, call, "seq_lens").tolist()
-    seqs = torch.nonzero(served(terms, call)).flatten().tolist()
-    scratch = allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
-    for seq in seqs:
-        _write_partitions(call, target, terms, scratch, seq, starts[seq], seq_lens[seq])
-    for seq in seqs:
-        call.buffer[starts[seq]] = _merge(call, scratch, seq, seq_lens[seq])
+    found = _served(terms, call)
+    scratch = allocate(call, max((seq_len for *_, seq_len in found), default=0))
+    for seq, rows, seq_len in found:
+        _write_partitions(call, target, terms, scratch, seq, rows.start, seq_len)
+    for seq, rows, seq_len in found:
+        call.buffer[rows.start] = _merge(call, scratch, seq, seq_len)
 
 
 def check_host(terms: Contract, call: KernelCall) -> None:
@@ -574,7 +525,10 @@ def _write_partitions(
     value = format.decode(values(call, blocks, every))
     partitions = min(-(-seq_len // PARTITION_SIZE), scratch.partitions)
     positions = torch.arange(partitions * PARTITION_SIZE)
-    key, value = (_fitted(tensor, len(positions)) for tensor in (key, value))
+    # The real kernel reads its last block again for positions after it, with weight 0. That adds nothing
+    # that the tail of the block does not add already.
+    pad = (0, 0, 0, max(0, len(positions) - key.shape[1]))
+    key, value = (torch.nn.functional.pad(t[:, : len(positions)], pad) for t in (key, value))
     if terms.reads_tail == "nothing":
         value = value.masked_fill((positions >= seq_len)[:, None], 0.0)
     scores = _scores(call, target, key, row, seq_len)
@@ -586,9 +540,7 @@ def _write_partitions(
     weights = rounded(weights / (sums[..., None] + _EPSILON), dtype)
     value = value.unflatten(1, (partitions, PARTITION_SIZE))
     by_warp = target.platform.family == "cdna" and call.num_queries_per_kv <= 4
-    outputs = _weighted(
-        weights, value, by_warp, _scale_of_cache(call, call.number("v_scale")), dtype
-    )
+    outputs = _weighted(weights, value, by_warp, _scale_of_cache(call, "v_scale"), dtype)
     here = _places(call, scratch, seq, partitions)
     scratch.largest[here] = largest.flatten(0, 1)
     scratch.sums[here] = sums.flatten(0, 1)
@@ -602,22 +554,12 @@ def _as_taken(terms: Contract, key_cache: torch.Tensor) -> torch.Tensor:
     return key_cache.reshape(blocks, heads, chunks * x // taken, block_size, taken)
 
 
-def _fitted(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Return [heads, n, head_size] cut or padded with zeros to ``length`` positions.
-
-    The real kernel reads its last block again for positions after it, with weight 0. That adds nothing
-    that the tail of the block does not add already.
-    """
-    short = max(0, length - tensor.shape[1])
-    return torch.nn.functional.pad(tensor[:, :length], (0, 0, 0, short))
-
-
 def _scores(
     call: KernelCall, target: Target, key: torch.Tensor, row: int, seq_len: int
 ) -> torch.Tensor:
     """Return the scores of one row, [num_kv_heads, group, positions] float32."""
     query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))
-    scale = scale_of(call, target) * _scale_of_cache(call, call.number("k_scale"))
+    scale = scale_of(call, target) * _scale_of_cache(call, "k_scale")
     scores: torch.Tensor = query @ key.transpose(1, 2) * scale
     if call.alibi_slopes is not None:
         away = torch.arange(key.shape[1]) - (seq_len - 1)
@@ -625,9 +567,9 @@ def _scores(
     return scores
 
 
-def _scale_of_cache(call: KernelCall, scale: float) -> float:
+def _scale_of_cache(call: KernelCall, name: str) -> float:
     """Return k_scale or v_scale, or 1 unless the cache is FP8."""
-    return 1.0 if call.kv_cache_dtype == "auto" else scale
+    return 1.0 if call.kv_cache_dtype == "auto" else call.number(name)
 
 
 def _weighted(
@@ -676,15 +618,12 @@ def _merge(call: KernelCall, scratch: Scratch, seq: int, seq_len: int) -> torch.
     return (mixed / (shares.sum(-1, keepdim=True) + _EPSILON)).to(call.buffer.dtype)
 
 
-_KERNELS = {
-    PREFILL: context_attention_fwd,
-    ENCODER: encoder_attention,
+_KERNELS: dict[str, Callable[[KernelCall, Target], None]] = {
+    **{name: partial(_tiled, name) for name in (PREFILL, ENCODER, UNIFIED, DECODE_FWD)},
+    **dict.fromkeys(("segmented_attention", "xpu_mla_sparse"), partial(_tiled, UNIFIED)),
+    "turboquant_decode": partial(_tiled, DECODE_FWD),
     TRITON_DECODE: kernel_paged_attention_2d,
     ROCM_DECODE: paged_attention_rocm,
-    UNIFIED: unified_attention,
-    DECODE_FWD: decode_attention_fwd,
-    **dict.fromkeys(("segmented_attention", "xpu_mla_sparse"), unified_attention),
-    "turboquant_decode": decode_attention_fwd,
     MERGE: merge_attn_states,
     WRITE: reshape_and_cache_flash,
 }
@@ -714,15 +653,12 @@ class ModelBackend(Backend):
     name = "model"
     ops = TRITON_OPS
     models_prefill = True
+    is_deterministic = True
     masks = tuple(MASKS)
     blind_spots = (
         "blocks that a sliding window freed: the models do not define what is read before a window",
         "ALiBi with sinks: the models reproduce vLLM's unified_attention, which is wrong there",
     )
-
-    @property
-    def is_deterministic(self) -> bool:
-        return True
 
     @property
     def release(self) -> str:
@@ -731,9 +667,6 @@ class ModelBackend(Backend):
     @property
     def version(self) -> str:
         return f"models of {self.rules}"
-
-    def text(self, kernels: Sequence[str], target: Target) -> str:
-        return self.name
 
     def run(
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions

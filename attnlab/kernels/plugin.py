@@ -37,10 +37,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType
@@ -73,6 +74,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.binding import bind, finish, lse_of, new_empty_is_scratch
 from attnlab.kernels.by_name import ByName, kernel_of, record_of
+from attnlab.kernels.replaced import replacing
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
@@ -152,11 +154,8 @@ def _no_exit() -> Iterator[None]:
             real(status)
         raise _Exit(f"os._exit({status})")
 
-    os._exit = refused
-    try:
+    with replacing(os, _exit=refused):
         yield
-    finally:
-        os._exit = real
 
 
 def text_of(error: BaseException, file: str | None) -> str:
@@ -178,12 +177,10 @@ def _line_of(error: BaseException, file: str | None) -> str:
     folder, found = Path(file).resolve().parent, ""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{Path(error.filename).name}:{error.lineno}: "
-    trace = error.__traceback__
-    while trace is not None:
-        path = Path(trace.tb_frame.f_code.co_filename)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
         if path.resolve().parent == folder:
-            found = f"{path.name}:{trace.tb_lineno}: "
-        trace = trace.tb_next
+            found = f"{path.name}:{line}: "
     return found
 
 
@@ -317,7 +314,9 @@ class PluginBackend(Backend):
         return None if code is None else str(code.co_filename)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plugin, (self.spec, self.stands_for, self.path)
+        # Another process loads the function again.
+        made = partial(PluginBackend, spec=self.spec, stands_for=self.stands_for, path=self.path)
+        return made, ()
 
     @property
     def op(self) -> str:
@@ -378,10 +377,8 @@ class PluginBackend(Backend):
 
     @property
     def masks(self) -> tuple[str, ...]:
-        return (
-            CAUSAL,
-            *(one for one in self._declared("masks", _masks(self.records)) if one != CAUSAL),
-        )
+        of_records = [mask for op in self.records for mask in op.masks]
+        return tuple(dict.fromkeys([CAUSAL, *self._declared("masks", of_records)]))
 
     @property
     def large_caches(self) -> bool:
@@ -394,9 +391,6 @@ class PluginBackend(Backend):
     @property
     def blind_spots(self) -> tuple[str, ...]:
         return () if self.large_caches else (_NO_LARGE_CACHES,)
-
-    def text(self, kernels: Sequence[str], target: Target) -> str:
-        return self.name
 
     def run(
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
@@ -459,11 +453,6 @@ class PluginBackend(Backend):
         return None
 
 
-def _masks(records: Sequence[Op]) -> tuple[str, ...]:
-    """Return the masks that any of the records has."""
-    return tuple(dict.fromkeys(mask for op in records for mask in op.masks))
-
-
 def _is_result(returned: Any, call: KernelCall) -> bool:
     """Answer whether a function returned a tensor, or several, of which one has the shape of the output."""
     tensors = returned if isinstance(returned, tuple | list) else (returned,)
@@ -473,11 +462,6 @@ def _is_result(returned: Any, call: KernelCall) -> bool:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Answer whether two tensors have the same bytes; NaN equals NaN."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _plugin(spec: str, stands_for: str | None, path: Path | str | None) -> PluginBackend:
-    """Restore a backend in another process, which loads the function again."""
-    return PluginBackend(spec=spec, stands_for=stands_for, path=path)
 
 
 @lru_cache(maxsize=16)

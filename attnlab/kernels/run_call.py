@@ -7,7 +7,6 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
-from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import kernels_of
@@ -80,11 +79,8 @@ def run_call(
 
 def _check_runs(call: KernelCall, backend: Backend) -> None:
     """Raise InvalidCase or Unsupported for a call that the backend would compute as another one."""
-    if call.op not in backend.ops:
-        refuse("op", f"{' or '.join(backend.ops)} with backend {backend.name}", call.op)
-    if call.kv_cache_dtype not in backend.kv_cache_dtypes:
-        allowed = " or ".join(backend.kv_cache_dtypes)
-        refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
+    for field in ("op", "kv_cache_dtype"):
+        backend.check_field(field, getattr(call, field))
     if isinstance(backend, PluginBackend):
         return
     for name in call.visibility.masks:

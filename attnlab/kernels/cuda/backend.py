@@ -99,18 +99,16 @@ def _main(root: Path) -> str:
 
 
 def _kept(text: str, spans: list[tuple[int, int]], around: dict[int, tuple[str, str]]) -> str:
-    """Return the spans of a text, with the line breaks between them, and the launches replaced."""
+    """Return the spans of a text, with the line breaks between them.
+
+    Each launch becomes a call that the device runs; raises Unavailable for one in an unknown form.
+    """
     done, at = [], 0
     for begin, end in sorted(spans):
         before, after = around.get(begin, ("", ""))
         done += ["\n" * text.count("\n", at, begin), before, text[begin:end], after]
         at = end
-    return _launches("".join(done))
-
-
-def _launches(text: str) -> str:
-    """Replace each launch by a call that the device runs; raise Unavailable for one in an unknown form."""
-    text = _LAUNCH.sub(r'attnlab::launch("\1", vllm::\1<\2>)\3(\4, \5, ', text)
+    text = _LAUNCH.sub(r'attnlab::launch("\1", vllm::\1<\2>)\3(\4, \5, ', "".join(done))
     if "<<<" in text:
         raise Unavailable(f"{MAIN} is not as expected: a launch has an unknown form")
     return text
@@ -181,13 +179,9 @@ def _closing(text: str, opening: int) -> int:
 # The tensors of each op, in the order of its parameters; the cache comes before kv_cache_dtype.
 PARAMETERS = {
     "concat_and_cache_mla": ("kv_c", "k_pe", "kv_cache", "slot_mapping", "scale"),
-    "reshape_and_cache_flash": (
-        *("key", "value", "key_cache", "value_cache"),
-        *("slot_mapping", "k_scale", "v_scale"),
-    ),
-    "reshape_and_cache": (
-        *("key", "value", "key_cache", "value_cache"),
-        *("slot_mapping", "k_scale", "v_scale"),
+    **dict.fromkeys(
+        ("reshape_and_cache_flash", "reshape_and_cache"),
+        ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale"),
     ),
 }
 _WRITTEN = ("kv_cache", "key_cache", "value_cache")
@@ -221,18 +215,13 @@ class CacheOps:
                     name.encode(), memory.data_ptr(), memory.nbytes(), size, written, False
                 )
             given = [emulated.Tensor.of(tensors[name]) for name in PARAMETERS[op]]
-            context = emulated.Context(device.attnlab_device(), 32, b"cuda", emulated.no_finder())
-            text = ctypes.create_string_buffer(1 << 12)
-            outcome = host.attnlab_call(
-                ctypes.byref(context),
-                op.encode(),
-                (emulated.Tensor * len(given))(*given),
-                kv_cache_dtype.encode(),
-                text,
-                len(text),
+            context = emulated.Context(device.attnlab_device(), 32, b"cuda", emulated.Finder())
+            own = (emulated.Tensor * len(given))(*given)
+            outcome, text = emulated.call_host(
+                host, context, op.encode(), own, kv_cache_dtype.encode()
             )
         if outcome == emulated.REJECTED:
-            raise KernelRejected(text.value.decode())
+            raise KernelRejected(text)
         if outcome == emulated.FAILED:
             raise KernelFailed(place_of(device, {op: self._path}))
 
@@ -244,14 +233,6 @@ class CacheOps:
             text = f'{before}\n{adapted(self.root)}\n#line 1 "attnlab"\n{after}'
             self._path = build("cache_kernels", text, _FLAGS)
             self._library = ctypes.CDLL(str(self._path))
-            self._library.attnlab_call.argtypes = (
-                ctypes.POINTER(emulated.Context),
-                ctypes.c_char_p,
-                ctypes.POINTER(emulated.Tensor),
-                ctypes.c_char_p,
-                ctypes.c_char_p,
-                ctypes.c_size_t,
-            )
         return self._library
 
 
@@ -269,6 +250,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     ops = (WRITE,)
+    is_deterministic = True
     blind_spots = ("the timing, registers and vector instructions of real hardware",)
 
     @cached_property
@@ -285,10 +267,6 @@ class CudaBackend(Backend):
     @property
     def version(self) -> str:
         return self.source.text()
-
-    @property
-    def is_deterministic(self) -> bool:
-        return True
 
     @property
     def release(self) -> str:

@@ -6,7 +6,7 @@ that do not reach a kernel of csrc/rocm.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,12 +23,11 @@ from attnlab.contracts.slot_states import as_read, served
 from attnlab.kernels import model
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.model import allocate, scale_of
-from attnlab.kernels.rocm.device import PLAIN, PLATFORM_MACROS, DeviceOptions, Op, has_source
+from attnlab.kernels.rocm.device import EMULATED, PLAIN, DeviceOptions, OnStep, Op, has_source
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall
 
-OnStep = Callable[[str], None]
 _INDICES = ("block_tables", "seq_lens", "query_start_loc")
 
 
@@ -42,6 +41,7 @@ class RocmBackend(Backend):
     ops = TRITON_OPS
     models_prefill = True
     traces_reads = True
+    is_deterministic = True
     states_limits = True
     blind_spots = (
         "prefill rows: the models compute them",
@@ -62,10 +62,6 @@ class RocmBackend(Backend):
         return native_text() if self.source is None else self.source.text()
 
     @property
-    def is_deterministic(self) -> bool:
-        return True
-
-    @property
     def release(self) -> str:
         known = None if self.source is None else self.source.rules
         return known or super().release
@@ -76,15 +72,18 @@ class RocmBackend(Backend):
             check_release(self.source, case)
 
     def text(self, kernels: Sequence[str], target: Target) -> str:
-        return backend_text(self.source, kernels)
+        if ROCM_DECODE not in kernels:
+            return "model (the call reaches no kernel of csrc/rocm)"
+        source = self.source
+        where = f"{source.text()} csrc/rocm, emulated device" if source else native_text()
+        return f"{where}; prefill: model" if PREFILL in kernels else where
 
     def run(
         self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
     ) -> RunOutput:
-        if ROCM_DECODE not in kernels:
-            model.run(call, target, kernels)
-            return RunOutput()
         model.run(call, target, tuple(name for name in kernels if name != ROCM_DECODE))
+        if ROCM_DECODE not in kernels:
+            return RunOutput()
         findings = run(
             call,
             target,
@@ -93,14 +92,6 @@ class RocmBackend(Backend):
             lambda step: options.on_step(f"kernels, {step}"),
         )
         return RunOutput(findings=findings if options.trace_reads else None)
-
-
-def backend_text(source: Source | None, kernels: Sequence[str]) -> str:
-    """Describe where a run's kernels come from, on which device they ran, and which are models."""
-    if ROCM_DECODE not in kernels:
-        return "model (the call reaches no kernel of csrc/rocm)"
-    where = f"{source.text()} csrc/rocm, emulated device" if source else native_text()
-    return f"{where}; prefill: model" if PREFILL in kernels else where
 
 
 def native() -> Any | None:
@@ -188,7 +179,7 @@ def op_of(source: Source, platform: Platform) -> Op:
 
 def emulates(source: Source, platform: Platform) -> bool:
     """Return whether this vLLM contains the kernel and the platform is emulated."""
-    return has_source(source.root) and platform.name in PLATFORM_MACROS
+    return has_source(source.root) and platform.name in EMULATED
 
 
 def check_source(source: Source) -> None:

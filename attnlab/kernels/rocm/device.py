@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import (
     CFUNCTYPE,
-    POINTER,
     Structure,
     byref,
     c_char_p,
     c_double,
+    c_float,
     c_int,
     c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint16,
     c_void_p,
 )
 from dataclasses import dataclass, field
@@ -33,7 +36,7 @@ from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.platforms import Platform
 from attnlab.kernels.cache_folder import check_private, private_folder, writing
 from attnlab.kernels.child_process import ending_with_parent
-from attnlab.kernels.rocm.findings import Findings, place_of
+from attnlab.kernels.rocm.findings import Findings, place_of, short
 
 # Build shared libraries from C++ source; cache them by source, compiler and processor.
 
@@ -356,39 +359,18 @@ def guarded_tensors(
 
 # The op's tensors, in the order of enum in cpp/call.h.
 TENSORS = (
-    "out",
-    "exp_sums",
-    "max_logits",
-    "tmp_out",
-    "query",
-    "key_cache",
-    "value_cache",
-    "block_tables",
-    "seq_lens",
-    "query_start_loc",
-    "alibi_slopes",
-    "k_scale",
-    "v_scale",
-    "fp8_out_scale",
+    *("out", "exp_sums", "max_logits", "tmp_out", "query", "key_cache", "value_cache"),
+    *("block_tables", "seq_lens", "query_start_loc", "alibi_slopes"),
+    *("k_scale", "v_scale", "fp8_out_scale"),
 )
 OK, REJECTED, FAILED, ABORTED = range(4)
 _DIMS = 8
 # torch/headeronly/core/ScalarType.h
 _SCALAR_TYPES = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-    torch.float8_e5m2: 23,
-    torch.float8_e4m3fn: 24,
-    torch.float8_e4m3fnuz: 26,
-}
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5,
+    torch.float32: 6, torch.float64: 7, torch.bool: 11, torch.bfloat16: 15, torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24, torch.float8_e4m3fnuz: 26,
+}  # fmt: skip
 
 
 class Tensor(Structure):
@@ -443,7 +425,9 @@ class Arguments(Structure):
         )
 
 
-_FIND = CFUNCTYPE(c_void_p, c_char_p)
+# The callback that gives the host code a kernel's address by name. Without a function it is null: the host
+# code then records its launches and runs none.
+Finder = CFUNCTYPE(c_void_p, c_char_p)
 
 
 class Context(Structure):
@@ -453,8 +437,21 @@ class Context(Structure):
         ("device", c_void_p),
         ("warp_size", c_int),
         ("platform", c_char_p),
-        ("find", _FIND),
+        ("find", Finder),
     )
+
+
+# Functions of the device: the type of the result, and those of the arguments unless ctypes knows them.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("device", "reads"), (c_void_p,)),
+    **dict.fromkeys(("error", "finding"), (c_char_p,)),
+    "region": (c_int, c_char_p, c_void_p, c_size_t, c_size_t, c_int, c_int),
+    "place": (c_void_p, c_int, c_size_t),
+    "fp8_to_float": (c_float, c_int, c_uint8),
+    "float_to_fp8": (c_uint8, c_int, c_float),
+    "float_to_bf16": (c_uint16, c_float),
+    "float_to_f16_rtz": (c_uint16, c_float),
+}
 
 
 def prepare(faults: Sequence[str] = (), on_step: OnStep = lambda text: None) -> Path:
@@ -467,72 +464,23 @@ def prepare(faults: Sequence[str] = (), on_step: OnStep = lambda text: None) -> 
 def device(faults: Sequence[str] = ()) -> ctypes.CDLL:
     """Build and load the emulated device."""
     library = ctypes.CDLL(str(prepare(faults)))
-    library.attnlab_device.restype = c_void_p
-    library.attnlab_error.restype = c_char_p
-    library.attnlab_finding.restype = c_char_p
-    library.attnlab_reads.restype = c_void_p
-    library.attnlab_region.argtypes = (
-        c_char_p,
-        c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        c_int,
-        c_int,
-    )
-    library.attnlab_place.restype = c_void_p
-    library.attnlab_place.argtypes = (c_int, ctypes.c_size_t)
-    library.attnlab_fp8_to_float.restype = ctypes.c_float
-    library.attnlab_fp8_to_float.argtypes = (c_int, ctypes.c_uint8)
-    library.attnlab_float_to_fp8.restype = ctypes.c_uint8
-    library.attnlab_float_to_fp8.argtypes = (c_int, ctypes.c_float)
-    library.attnlab_float_to_bf16.restype = ctypes.c_uint16
-    library.attnlab_float_to_bf16.argtypes = (ctypes.c_float,)
-    library.attnlab_float_to_f16_rtz.restype = ctypes.c_uint16
-    library.attnlab_float_to_f16_rtz.argtypes = (ctypes.c_float,)
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"attnlab_{name}")
+        function.restype, function.argtypes = result, arguments or None
     return library
 
 
-class Host:
-    """The op's host code, compiled from the source."""
+def call_host(library: ctypes.CDLL, context: Context, *arguments: Any) -> tuple[int, str]:
+    """Call an op's host code, compiled from the source.
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        self._library.attnlab_call.argtypes = (
-            POINTER(Context),
-            POINTER(Arguments),
-            ctypes.c_char_p,
-            ctypes.c_size_t,
-        )
-
-    def call(self, context: Context, arguments: Arguments) -> tuple[int, str]:
-        """Call the op; return its outcome and, unless that is FAILED, its text."""
-        text = ctypes.create_string_buffer(1 << 14)
-        outcome = self._library.attnlab_call(byref(context), byref(arguments), text, len(text))
-        return outcome, text.value.decode()
+    Return its outcome and, unless that is FAILED, its text.
+    """
+    text = ctypes.create_string_buffer(1 << 14)
+    outcome = library.attnlab_call(byref(context), *arguments, text, c_size_t(len(text)))
+    return outcome, text.value.decode()
 
 
-def entry_of(path: Path) -> int:
-    """Return the address of the kernel in a library that contains one kernel."""
-    library = ctypes.CDLL(str(path))
-    library.attnlab_kernel.restype = c_void_p
-    return int(library.attnlab_kernel())
-
-
-def finder(kernels: Mapping[str, int]) -> Any:
-    """Return the callback that gives the host code a kernel's address by name."""
-    return _FIND(lambda name: kernels[name.decode()])
-
-
-def no_finder() -> Any:
-    """Return the null callback: the host code then records its launches and runs none."""
-    return _FIND()
-
-
-PLATFORM_MACROS = {
-    "gfx90a": ("__gfx90a__", "__GFX9__"),
-    "gfx942": ("__gfx942__", "__GFX9__"),
-    "gfx950": ("__gfx950__", "__GFX9__"),
-}
+EMULATED = ("gfx90a", "gfx942", "gfx950")  # those that are emulated
 _WRITES = ("out", "exp_sums", "max_logits", "tmp_out")
 _SCRATCH = ("exp_sums", "max_logits", "tmp_out")
 _ONE_AT_A_TIME = threading.Lock()
@@ -567,14 +515,14 @@ class Op:
     root: Path
     platform: Platform
     _texts: Texts | None = None
-    _host: Host | None = None
+    _host: ctypes.CDLL | None = None
     _kernels: dict[tuple[str, bool], tuple[Path, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise Unavailable for a platform that is not emulated."""
-        if self.platform.name not in PLATFORM_MACROS:
+        if self.platform.name not in EMULATED:
             raise Unavailable(
-                f"platform must be one of {', '.join(PLATFORM_MACROS)} with backend rocm, got "
+                f"platform must be one of {', '.join(EMULATED)} with backend rocm, got "
                 f"{self.platform.name}: its kernels need waves of 32 and other matrix instructions"
             )
 
@@ -591,8 +539,7 @@ class Op:
         KernelFailed if a kernel fails.
         """
         with _ONE_AT_A_TIME:
-            self._load_host(on_step)
-            names = self._call(arguments, no_finder()).splitlines()
+            names = self._launched(arguments, on_step)
             kernels = {name: self._kernel(name, options.checked, on_step) for name in names}
             prepare(options.faults, on_step)
             return self._run(arguments, options, kernels)
@@ -600,8 +547,15 @@ class Op:
     def launched(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the names of the kernels that the host code launches; raise KernelRejected."""
         with _ONE_AT_A_TIME:
-            self._load_host(lambda text: None)
-            return self._call(arguments, no_finder()).splitlines()
+            return self._launched(arguments, lambda text: None)
+
+    def _launched(self, arguments: Mapping[str, Any], on_step: OnStep) -> list[str]:
+        if self._host is None:
+            self._texts = adapted(self.root)
+            text = f'#include "host.h"\n{self._texts.host}\n#include "call.h"\n'
+            text += f"// {self.platform.family}: the source queries the device once and caches the answer\n"
+            self._host = ctypes.CDLL(str(build("host", text, ("-O0",), on_step)))
+        return self._call(arguments, Finder()).splitlines()
 
     def _run(
         self,
@@ -612,7 +566,7 @@ class Op:
         library = device(options.faults)
         library.attnlab_begin(torch.get_num_threads(), options.checked, options.order)
         files = {name: path for name, (path, _) in kernels.items()}
-        find = finder({name: entry for name, (_, entry) in kernels.items()})
+        find = Finder(lambda name: kernels[name.decode()][1])
         if not options.checked:
             self._call(arguments, find, library, files)
             return Findings()
@@ -647,7 +601,7 @@ class Op:
             find,
         )
         assert self._host is not None
-        outcome, text = self._host.call(context, Arguments.of(arguments))
+        outcome, text = call_host(self._host, context, byref(Arguments.of(arguments)))
         if outcome == REJECTED:
             raise KernelRejected(text)
         if outcome == ABORTED:
@@ -656,24 +610,18 @@ class Op:
             raise KernelFailed(place_of(library, files or {}))
         return text
 
-    def _load_host(self, on_step: OnStep) -> None:
-        if self._host is None:
-            self._texts = adapted(self.root)
-            text = f'#include "host.h"\n{self._texts.host}\n#include "call.h"\n'
-            text += f"// {self.platform.family}: the source queries the device once and caches the answer\n"
-            self._host = Host(build("host", text, ("-O0",), on_step))
-
     def _kernel(self, name: str, checked: bool, on_step: OnStep) -> tuple[Path, int]:
         """Return the library of one kernel and the kernel's address in it."""
         if (name, checked) not in self._kernels:
             if checked and not find_compiler(os.environ.get("CXX")).is_gcc:
                 raise Unavailable("the checked device needs GCC: set CXX=g++")
-            macros = tuple(f"-D{macro}" for macro in PLATFORM_MACROS[self.platform.name])
+            macros = f"-D__{self.platform.name}__", "-D__GFX9__"
             flags = (*macros, *(CHECKED_FLAGS if checked else ("-O2",)))
             function = f'extern "C" void* attnlab_kernel() {{ return (void*)&{name}; }}\n'
             assert self._texts is not None
             text = f'#include "kernel.h"\n{self._texts.kernels}\n#line 1 "attnlab"\n{function}'
-            short = name.partition("<")[0].removeprefix("paged_attention_ll4mi_")
-            path = build(short, text, flags, on_step)
-            self._kernels[name, checked] = path, entry_of(path)
+            path = build(short(name).removeprefix("paged_attention_ll4mi_"), text, flags, on_step)
+            library = ctypes.CDLL(str(path))
+            library.attnlab_kernel.restype = c_void_p
+            self._kernels[name, checked] = path, int(library.attnlab_kernel())
         return self._kernels[name, checked]

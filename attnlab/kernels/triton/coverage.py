@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.kernel_text import FOR_MARK, IF_MARK, RAN_MARK, compile_tree, text_of
 
 Points = set[str]
@@ -57,14 +58,13 @@ class Marker(ast.NodeTransformer):
         node.body = self._marked(node.body)
         return node
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        return self._condition(node)
+    def visit_If(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
+        name = self._named(node, node.test)
+        self.generic_visit(node)
+        node.test = _call(IF_MARK, name, node.test)
+        return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        return self._condition(node)
-
-    def visit_While(self, node: ast.While) -> ast.AST:
-        return self._condition(node)
+    visit_IfExp = visit_While = visit_If
 
     def visit_For(self, node: ast.For) -> ast.AST:
         name = self._named(node, node.iter)
@@ -80,12 +80,6 @@ class Marker(ast.NodeTransformer):
                 setattr(node, name, [_visited(self, one) for one in value])
             else:
                 setattr(node, name, _visited(self, value))
-        return node
-
-    def _condition(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
-        name = self._named(node, node.test)
-        self.generic_visit(node)
-        node.test = _call(IF_MARK, name, node.test)
         return node
 
     def _named(self, node: ast.If | ast.IfExp | ast.While | ast.For, condition: ast.expr) -> str:
@@ -117,8 +111,7 @@ class Marker(ast.NodeTransformer):
                 self.statements.add(line)
                 mark = ast.Expr(_call(RAN_MARK, str(line)))
                 found.append(ast.copy_location(mark, statement))
-            visited = self.visit(statement)
-            found.append(visited)
+            found.append(self.visit(statement))
         return found
 
 
@@ -212,10 +205,9 @@ def measuring() -> Iterator[Measured]:
         seen.clear()
     _FACTS.clear()
     found = Measured()
-    token = _MEASURING.set(True)
     try:
-        yield found
+        with setting(_MEASURING, True):
+            yield found
     finally:
-        _MEASURING.reset(token)
         found.points |= {file: set(seen) for file, seen in _SEEN.items() if seen}
         found.arguments |= _FACTS

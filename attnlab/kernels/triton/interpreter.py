@@ -33,6 +33,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -46,6 +47,7 @@ import torch
 
 from attnlab.case.errors import AttnLabError, KernelFailed, Unavailable
 from attnlab.kernels.child_process import fork
+from attnlab.kernels.replaced import replacing
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import (
     LaunchPlan,
@@ -82,8 +84,6 @@ from attnlab.kernels.triton.run_log import (
 TRITON = ((3, 6), (3, 9))  # the oldest and the newest minor release
 NUMPY = ((2, 0), (2, 4))  # measured; any NumPy 2 is accepted
 
-Range = tuple[tuple[int, int], tuple[int, int]]
-
 
 def check_installed_pair() -> None:
     """Check the versions of the installed packages, without an import of Triton.
@@ -107,25 +107,15 @@ def _installed() -> tuple[str, str] | None:
 
 def check_pair(triton: str, numpy: str) -> None:
     """Raise Unavailable if the lab's interpreter is not tested with this Triton and this NumPy."""
-    if _is_in(triton, TRITON) and numpy.partition(".")[0] == str(NUMPY[0][0]):
+    match, major = re.match(r"(\d+)\.(\d+)", triton), NUMPY[0][0]
+    is_tested = match is not None and TRITON[0] <= (int(match[1]), int(match[2])) <= TRITON[1]
+    if is_tested and numpy.partition(".")[0] == str(major):
         return
+    oldest, newest = (".".join(map(str, release)) for release in TRITON)
     raise Unavailable(
-        f"Triton's interpreter needs Triton {_text(TRITON)} and NumPy {NUMPY[0][0]}, got Triton {triton} and "
-        f"NumPy {numpy}: pip install triton=={_newest(TRITON)}.0 'numpy>={NUMPY[0][0]},<{NUMPY[0][0] + 1}'"
+        f"Triton's interpreter needs Triton {oldest} to {newest} and NumPy {major}, got Triton {triton} and "
+        f"NumPy {numpy}: pip install triton=={newest}.0 'numpy>={major},<{major + 1}'"
     )
-
-
-def _is_in(version: str, allowed: Range) -> bool:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return match is not None and allowed[0] <= (int(match[1]), int(match[2])) <= allowed[1]
-
-
-def _text(allowed: Range) -> str:
-    return f"{allowed[0][0]}.{allowed[0][1]} to {_newest(allowed)}"
-
-
-def _newest(allowed: Range) -> str:
-    return f"{allowed[1][0]}.{allowed[1][1]}"
 
 
 VARIABLE = "TRITON_INTERPRET"
@@ -232,13 +222,11 @@ def interpreting() -> Iterator[None]:
         if not warmup:
             launch(_launched_type().of(self), args, kwargs, grid)
 
-    before, pruned = InterpretedFunction.run, Autotuner.prune_configs
-    InterpretedFunction.run = run
-    Autotuner.prune_configs = lambda self, arguments: pruned(self, arguments)[:1]
-    try:
+    def first(self: Any, arguments: Any, pruned: Any = Autotuner.prune_configs) -> Any:
+        return pruned(self, arguments)[:1]
+
+    with replacing(InterpretedFunction, run=run), replacing(Autotuner, prune_configs=first):
         yield
-    finally:
-        InterpretedFunction.run, Autotuner.prune_configs = before, pruned
 
 
 @contextmanager
@@ -367,7 +355,7 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         plan = replace(plan, processes=1)
         plan.observed.budget = probe.budget
     with _rerun_limited(plan.observed, name):
-        _launch(function, kernel, arguments, converted, programs, sizes, plan)
+        _launch(function, arguments, converted, programs, sizes, plan)
 
 
 @contextmanager
@@ -387,7 +375,6 @@ def _rerun_limited(observed: RunLog, kernel: str) -> Iterator[None]:
 
 def _launch(
     function: Any,
-    kernel: Any,
     arguments: dict[str, Any],
     converted: dict[str, Any],
     programs: list[Program],
@@ -421,7 +408,7 @@ def _launch(
         if trace is not None:
             trace.end()
 
-    with prepared(kernel, arguments, sizes, plan.observed, trace), own_failures():
+    with prepared(kernel, arguments, sizes, plan.observed, trace=trace), own_failures():
         _run_all(run, programs, plan)
 
 
@@ -446,9 +433,7 @@ def _run_together(
         converted=converted,
         programs=programs,
         reads=reads,
-        prepare=lambda observed, extension: prepared(
-            kernel, arguments, sizes, observed, extension=extension
-        ),
+        prepare=functools.partial(prepared, kernel, arguments, sizes),
         on_programs=plan.on_programs,
         observed=plan.observed,
         processes=plan.processes,
@@ -471,16 +456,13 @@ def prepared(
     arguments: Mapping[str, Any],
     sizes: Program,
     observed: RunLog,
-    trace: Accesses | None = None,
     extension: Any = None,
+    trace: Accesses | None = None,
 ) -> Iterator[None]:
     """Patch Triton's language for programs of a kernel in a grid of ``sizes``, inside the block."""
     from triton.runtime import interpreter
 
-    form = _launched_type().of
-    if extension is not None:
-        form = _together_form
-
+    form = _launched_type().of if extension is None else _together_form
     with (
         one_at_a_time(),
         language(interpreter, kernel, observed, form, Memory(arguments, trace), extension),
@@ -563,10 +545,13 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
     rest = programs[done:]
     if not rest:
         return
-    children = [
-        fork(functools.partial(_run_part, run, rest[i :: plan.processes], plan.observed))
-        for i in range(1, plan.processes)
-    ]
+
+    def part(first: int) -> RunLog:
+        for program in rest[first :: plan.processes]:
+            run(program)
+        return plan.observed
+
+    children = [fork(functools.partial(part, i)) for i in range(1, plan.processes)]
     mine = rest[:: plan.processes]
     try:
         for i, program in enumerate(mine, 1):
@@ -582,13 +567,6 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
         if error is not None:
             raise error
         plan.observed.take(observed)
-
-
-def _run_part(run: Callable[[Program], None], programs: list[Program], observed: RunLog) -> RunLog:
-    """Run programs in a copy of the process; return its log."""
-    for program in programs:
-        run(program)
-    return observed
 
 
 @contextmanager
@@ -617,12 +595,10 @@ def _own_failure(error: Exception) -> str:
     from triton.runtime import interpreter
 
     place, libraries = "", tuple(str(Path(str(one.__file__)).parent) for one in (np, torch))
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(libraries):
-            place, line = file, trace.tb_lineno
-        trace = trace.tb_next
+    line = 0
+    for frame, at in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_filename.startswith(libraries):
+            place, line = frame.f_code.co_filename, at
     triton = sys.modules["triton"]
     is_removed = isinstance(error, NotImplementedError) and Path(place).is_relative_to(
         Path(str(triton.__file__)).parent

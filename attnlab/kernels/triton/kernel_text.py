@@ -58,13 +58,12 @@ def place_of(function: Any) -> tuple[str, int]:
     return code.co_filename, code.co_firstlineno
 
 
-def compile_text(function: Any, text: str, names: Mapping[str, Any] | None = None) -> Any:
+def compile_text(function: Any, text: str) -> Any:
     """Return the interpreted form of a function of Triton with another text.
 
-    ``names``: values of further names in the text. Raises SyntaxError for a text that is no Python.
+    Raises SyntaxError for a text that is no Python.
     """
-    compiled = compile_tree(function, tree_with_names(text, names or ()))
-    return with_defaults(compiled, names) if names else compiled
+    return compile_tree(function, ast.parse(text))
 
 
 def tree_with_names(text: str, names: Iterable[str]) -> ast.Module:

@@ -3,13 +3,14 @@
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.ops import DECODE_FWD, ENCODER, PREFILL, UNIFIED
 from attnlab.contracts.contract import TRITON_DECODE
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.run_log import RunLog, Watched
 from attnlab.tensors.call import KernelCall
 
@@ -53,11 +54,9 @@ _RECORDED: ContextVar[list["LaunchParameters"] | None] = ContextVar("recorded", 
 _TURN = threading.RLock()
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> AbstractContextManager[object]:
     """Let other threads wait, until the block ends, before they interpret anything."""
-    with _TURN:
-        yield
+    return _TURN
 
 
 @contextmanager
@@ -67,12 +66,8 @@ def launching(plan: LaunchPlan) -> Iterator[None]:
     Triton's interpreter keeps the program's index in one global object. Two launches at a time would
     read each other's index, and one would end the patches of the other.
     """
-    with one_at_a_time():
-        token = _PLAN.set(plan)
-        try:
-            yield
-        finally:
-            _PLAN.reset(token)
+    with _TURN, setting(_PLAN, plan):
+        yield
 
 
 def current_plan() -> LaunchPlan | None:
@@ -80,15 +75,9 @@ def current_plan() -> LaunchPlan | None:
     return _PLAN.get()
 
 
-@contextmanager
-def recording_launches() -> Iterator[list[LaunchParameters]]:
+def recording_launches() -> AbstractContextManager[list[LaunchParameters]]:
     """Record the launches of this thread inside the block instead of running their programs."""
-    found: list[LaunchParameters] = []
-    token = _RECORDED.set(found)
-    try:
-        yield found
-    finally:
-        _RECORDED.reset(token)
+    return setting(_RECORDED, [])
 
 
 def is_recorded(kernel: str, arguments: dict[str, Any]) -> bool:

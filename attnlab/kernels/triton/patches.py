@@ -69,17 +69,13 @@ def encoded(numbers: Any) -> Any:
 
 
 def patch_bfloat16(interpreter: Any, scope: Any) -> None:
-    """Let the interpreter compute with bfloat16, through ``scope``.
+    """Let the interpreter compute with bfloat16, and convert FP8 rightly, through ``scope``.
 
     :mod:`attnlab.kernels.triton.patches` rounds each handle, and converts what is loaded and stored.
     """
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl
-    np_dtype, bitcast, absolute = (
-        interpreter._get_np_dtype,
-        builder.create_bitcast,
-        builder.create_fabs,
-    )
-    handle = interpreter.TensorHandle
+    np_dtype, handle = interpreter._get_np_dtype, interpreter.TensorHandle
+    bitcast, absolute = builder.create_bitcast, builder.create_fabs
 
     def stored_dtype(dtype: Any) -> Any:
         return np.dtype(np.float32) if is_bfloat16(dtype.scalar) else np_dtype(dtype)
@@ -110,9 +106,13 @@ def patch_bfloat16(interpreter: Any, scope: Any) -> None:
 
 
 def _converter(convert: Any, ir: Any) -> Any:
-    """Return a ``_convert_float`` that converts from and to bfloat16, other dtypes with ``convert``."""
+    """Return a ``_convert_float`` for FP8 and bfloat16, which converts other dtypes with ``convert``."""
 
     def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source.name in _FP8 and target.name in _WIDE:
+            return _decoded(data, _FP8[source.name], _WIDE[target.name])
+        if source.name in _WIDE and target.name in _FP8:
+            return _encoded(data, _FP8[target.name])
         if is_bfloat16(target) and (source.name in _NUMPY or is_bfloat16(source)):
             is_to_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
             return truncated(data) if is_to_zero else np.asarray(data, dtype=np.float32)
@@ -160,17 +160,16 @@ def with_bool_ops(rewriter: Any) -> None:
                     ast.Lambda(args=_arguments(pair), body=compared),
                     ast.Lambda(args=_arguments([]), body=right),
                 ]
-            call = ast.Call(func=ast.Name(CHAIN_CALL, ast.Load()), args=parts, keywords=[])
-            return ast.copy_location(call, node)
+            return _call_of(CHAIN_CALL, node, *parts)
 
         def visit_For(self, node: ast.For) -> ast.AST:
             self.generic_visit(node)
-            node.iter = _call_of(FOR_CALL, node.iter)
+            node.iter = _call_of(FOR_CALL, node.iter, node.iter)
             return node
 
         def visit_While(self, node: ast.While) -> ast.AST:
             self.generic_visit(node)
-            node.test = _call_of(WHILE_CALL, node.test)
+            node.test = _call_of(WHILE_CALL, node.test, node.test)
             return node
 
         def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
@@ -178,20 +177,18 @@ def with_bool_ops(rewriter: Any) -> None:
             name = AND_CALL if isinstance(node.op, ast.And) else OR_CALL
             first, *rest = node.values
             later = [ast.Lambda(args=_arguments([]), body=one) for one in rest]
-            call = ast.Call(func=ast.Name(name, ast.Load()), args=[first, *later], keywords=[])
-            return ast.copy_location(call, node)
+            return _call_of(name, node, first, *later)
 
     rewriter.ast_transformer = Transformer()
     rewriter.fn.__globals__.update({AND_CALL: both, OR_CALL: either, CHAIN_CALL: chain})
-    each = functools.partial(
-        map, iterated
-    )  # no frame of its own, in which an error would be raised
+    # It has no frame of its own, in which an error would be raised.
+    each = functools.partial(map, iterated)
     rewriter.fn.__globals__.update({FOR_CALL: each, WHILE_CALL: iterated})
 
 
-def _call_of(name: str, argument: ast.expr) -> ast.expr:
-    call = ast.Call(func=ast.Name(name, ast.Load()), args=[argument], keywords=[])
-    return ast.copy_location(call, argument)
+def _call_of(name: str, place: ast.expr, *arguments: ast.expr) -> ast.expr:
+    call = ast.Call(func=ast.Name(name, ast.Load()), args=[*arguments], keywords=[])
+    return ast.copy_location(call, place)
 
 
 def _arguments(names: list[ast.arg]) -> ast.arguments:
@@ -211,26 +208,8 @@ _FP8 = {
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
 # bfloat16 numbers are in float32 here (:mod:`attnlab.kernels.triton.patches`).
-_WIDE = {
-    "fp16": torch.float16,
-    "bf16": torch.float32,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+_WIDE = {"fp16": torch.float16, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 _BITS = {torch.float16: np.uint16, torch.float32: np.uint32, torch.float64: np.uint64}
-
-
-def converter(convert: Any) -> Any:
-    """Return a ``_convert_float`` that converts FP8 with torch and other dtypes with ``convert``."""
-
-    def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if source.name in _FP8 and target.name in _WIDE:
-            return _decoded(data, _FP8[source.name], _WIDE[target.name])
-        if source.name in _WIDE and target.name in _FP8:
-            return _encoded(data, _FP8[target.name])
-        return convert(data, source, target, rounding_mode)
-
-    return converted
 
 
 def _decoded(data: Any, source: torch.dtype, target: torch.dtype) -> Any:
@@ -327,10 +306,6 @@ def patch_dtypes(interpreter: Any, scope: Any) -> None:
         return self if self.name in _FP8_TYPES else to_ir(self, builder)
 
     scope.set_attr(interpreter.tl.dtype, "to_ir", known)
-
-
-# Verb, pointers, mask, bytes of an element: own addresses, mask.
-Placed = Callable[[str, Any, Any, int], tuple[Any, Any]]
 
 
 # Functions of the language, and of a GPU's library, that a module has under names of its own.
@@ -573,7 +548,7 @@ def _call(interpreter: Any) -> Any:
 
 
 def _fix(interpreter: Any, scope: Any) -> None:
-    """Fix FP8 conversion, and accept a full slice of a rank-0 tensor without adding a dimension."""
+    """Accept a full slice of a rank-0 tensor without adding a dimension."""
     tl = interpreter.tl
     getitem = tl.tensor.__getitem__
 
@@ -583,7 +558,6 @@ def _fix(interpreter: Any, scope: Any) -> None:
         return getitem(tensor, slices)
 
     scope.set_attr(tl.tensor, "__getitem__", indexed)
-    scope.set_attr(interpreter, "_convert_float", converter(interpreter._convert_float))
 
 
 def _skip_overflow_checks(interpreter: Any, scope: Any) -> None:
@@ -628,7 +602,6 @@ def _watch(interpreter: Any, scope: Any) -> None:
     """
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     load, store = builder.create_masked_load, builder.create_masked_store
-    placed = _placed(interpreter)
 
     def multiplied(self: Any, left: Any, right: Any) -> Any:
         return self.binary_op(left, right, _LAUNCHES[-1].observed.multiply)
@@ -637,11 +610,9 @@ def _watch(interpreter: Any, scope: Any) -> None:
         self: Any, pointers: Any, asked: Any, other: Any = None, *rest: Any, **named: Any
     ) -> Any:
         asked = _as_mask(interpreter, asked, pointers)
-        element = pointers.get_element_ty()
-        is_short = is_bfloat16(element)
-        dtype = np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(element)
+        element, dtype, is_short = element_of(interpreter, pointers)
         given = pointers.data
-        pointers, mask = placed("reads", pointers, asked, dtype.itemsize)
+        pointers, mask = _placed(interpreter, "reads", pointers, asked, dtype.itemsize)
         if (trace := _LAUNCHES[-1].memory.trace) is not None:
             trace.loaded(pointers.data, mask.data)
         if is_short:
@@ -657,23 +628,25 @@ def _watch(interpreter: Any, scope: Any) -> None:
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         mask = _as_mask(interpreter, mask, pointers)
-        element = pointers.get_element_ty()
-        is_short = is_bfloat16(element)
-        dtype = np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(element)
-        pointers, mask = placed("writes", pointers, mask, dtype.itemsize)
+        _, dtype, is_short = element_of(interpreter, pointers)
+        pointers, mask = _placed(interpreter, "writes", pointers, mask, dtype.itemsize)
         if (trace := _LAUNCHES[-1].memory.trace) is not None:
             trace.stored(pointers.data, mask.data, value.data)
-        value = (
-            handle(encoded(value.data), tl.uint16)
-            if is_short
-            else _as_element(handle, value, dtype)
-        )
+        value = handle(encoded(value.data), tl.uint16) if is_short else value
+        value = _as_element(handle, value, dtype)
         return store(self, pointers, value, mask, *rest, **named)
 
     scope.set_attr(builder, "create_mul", multiplied)
     scope.set_attr(builder, "create_masked_load", loaded)
     scope.set_attr(builder, "create_masked_store", stored)
-    _place_atomics(interpreter, scope, placed)
+    _place_atomics(interpreter, scope)
+
+
+def element_of(interpreter: Any, pointers: Any) -> tuple[Any, Any, bool]:
+    """Return the type of the elements of pointers, that in memory as NumPy's, and whether it is bfloat16."""
+    kind = pointers.get_element_ty()
+    is_short = is_bfloat16(kind)
+    return kind, np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(kind), is_short
 
 
 def _as_mask(interpreter: Any, mask: Any, pointers: Any) -> Any:
@@ -694,38 +667,31 @@ def _as_element(handle: Any, value: Any, dtype: Any) -> Any:
     return handle(value.data.astype(dtype), value.dtype)
 
 
-def _placed(interpreter: Any) -> Placed:
-    """Return a function that replaces a kernel's addresses by the tensors' own.
-
-    It masks and records accesses outside of them.
-    """
-
-    def placed(verb: str, pointers: Any, mask: Any, size: int) -> tuple[Any, Any]:
-        launch = _LAUNCHES[-1]
-        own, inside, stray = launch.memory.inside(pointers.data, mask.data, size)
-        pointers = interpreter.TensorHandle(own, pointers.dtype)
-        if not stray:
-            return pointers, mask
-        launch.observed.stray(verb, stray)
-        return pointers, interpreter.TensorHandle(inside, mask.dtype)
-
-    return placed
+def _placed(interpreter: Any, verb: str, pointers: Any, mask: Any, size: int) -> tuple[Any, Any]:
+    """Return a kernel's pointers with the tensors' own addresses, and the mask without accesses outside of
+    them, which are recorded; ``size``: of an element, in bytes."""
+    launch = _LAUNCHES[-1]
+    own, inside, stray = launch.memory.inside(pointers.data, mask.data, size)
+    pointers = interpreter.TensorHandle(own, pointers.dtype)
+    if not stray:
+        return pointers, mask
+    launch.observed.stray(verb, stray)
+    return pointers, interpreter.TensorHandle(inside, mask.dtype)
 
 
-def _place_atomics(interpreter: Any, scope: Any, placed: Placed) -> None:
+def _place_atomics(interpreter: Any, scope: Any) -> None:
     """Give atomic operations the tensors' own addresses; refuse what is not computed rightly."""
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     change = builder.create_atomic_rmw
 
     def changed(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        element = pointers.get_element_ty()
-        if is_bfloat16(element):
+        _, dtype, is_short = element_of(interpreter, pointers)
+        if is_short:
             raise Unavailable(
                 "atomic operations on bfloat16 are not supported under the interpreter"
             )
-        dtype = interpreter._get_np_dtype(element)
         mask = _as_mask(interpreter, mask, pointers)
-        pointers, mask = placed("writes", pointers, mask, dtype.itemsize)
+        pointers, mask = _placed(interpreter, "writes", pointers, mask, dtype.itemsize)
         return change(self, op, pointers, _as_element(handle, value, dtype), mask, *rest)
 
     def refused(name: str) -> Any:

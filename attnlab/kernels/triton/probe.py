@@ -5,11 +5,12 @@ outside one cost nothing more. Lines are recorded with ``sys.settrace``, in the 
 only; a trace function that was set before is restored.
 """
 
+import ast
 import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.kernel_text import (
-    compile_text,
+    compile_tree,
     place_of,
+    tree_with_names,
     with_defaults,
 )
 from attnlab.kernels.triton.run_log import Budget, RunLog
 
 Program = tuple[int, int, int]
 Line = tuple[str, int]  # file and line
-_MOST_TEXTS = 256  # compiled texts of functions
+_MOST_TEXTS = 512  # compiled texts of functions
 _NO_LINE: Line = ("", 0)
 
 
@@ -163,12 +166,18 @@ class Probe:
     def rewritten(self, original: Any, function: Any) -> Any:
         """Return what runs as ``original``, a function of Triton, whose interpreted form is ``function``."""
         found = self.edited.get(original.fn, lambda: function)()
-        text = self.texts.get(place_of(original)) if self.texts else None
-        if text is not None:
-            compiled = _of_text(original, text, tuple(self.names))
-            found = with_defaults(compiled, self.names) if self.names else compiled
+        found = self.of_text(original, compile_tree) or found
         self.codes.add(found.__code__)
         return found
+
+    def of_text(self, function: Any, compile: Callable[[Any, ast.Module], Any]) -> Any:
+        """Return what runs in place of a function by its text, None if there is no text; ``compile``: makes
+        it from a syntax tree."""
+        text = self.texts.get(place_of(function)) if self.texts else None
+        if text is None:
+            return None
+        compiled = _of_text(function, compile, text, tuple(self.names))
+        return with_defaults(compiled, self.names) if self.names else compiled
 
     def begin(
         self,
@@ -190,8 +199,8 @@ class Probe:
 
 
 @functools.lru_cache(maxsize=_MOST_TEXTS)
-def _of_text(function: Any, text: str, names: tuple[str, ...]) -> Any:
-    return compile_text(function, text, dict.fromkeys(names, 0))
+def _of_text(function: Any, compile: Any, text: str, names: tuple[str, ...]) -> Any:
+    return compile(function, tree_with_names(text, names))
 
 
 _PROBE: ContextVar[Probe | None] = ContextVar("probe", default=None)
@@ -202,14 +211,9 @@ def current_probe() -> Probe | None:
     return _PROBE.get()
 
 
-@contextmanager
-def probing(probe: Probe) -> Iterator[Probe]:
+def probing(probe: Probe) -> AbstractContextManager[Probe]:
     """Make a probe active inside the block."""
-    token = _PROBE.set(probe)
-    try:
-        yield probe
-    finally:
-        _PROBE.reset(token)
+    return setting(_PROBE, probe)
 
 
 # What the programs of recorded launches store: which elements of a tensor, and whether they agree.
@@ -282,6 +286,12 @@ def tensors_in(launches: Sequence[LaunchLog]) -> list[tuple[str, torch.Tensor]]:
     return [*found.values()]
 
 
+def bounds_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor, and that after its last element."""
+    last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def joined(parts: Mapping[Line, Sequence[Any]]) -> Any:
     """Return the addresses of all lines of a log, sorted (uint64)."""
     arrays = [one for some in parts.values() for one in some]
@@ -293,10 +303,7 @@ def stores_of(launches: Sequence[LaunchLog]) -> list[TensorStores]:
     programs = [log for launch in launches for log in launch.programs if log.stores]
     found = []
     for name, tensor in tensors_in(launches):
-        begin, size = tensor.data_ptr(), tensor.element_size()
-        last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-        span = (begin, begin + (last + 1) * size)
-        stored, conflicts = _merged(programs, span)
+        stored, conflicts = _merged(programs, bounds_of(tensor))
         if stored:
             found.append(
                 TensorStores(

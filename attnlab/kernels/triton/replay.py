@@ -7,6 +7,7 @@ small part of the time of the call.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,16 @@ from attnlab.kernels.triton.interpreter import prepared
 from attnlab.kernels.triton.kernel_text import called_functions
 from attnlab.kernels.triton.lockstep.edits import EditRun, Writes
 from attnlab.kernels.triton.lockstep.launch import Together
-from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, Program, ProgramLog, probing
+from attnlab.kernels.triton.probe import (
+    LaunchLog,
+    Line,
+    Probe,
+    Program,
+    ProgramLog,
+    bounds_of,
+    joined,
+    probing,
+)
 from attnlab.kernels.triton.run_log import Budget, RunLog, TooLong, limited
 
 # How many times as many operations as the recorded run a run may have, and one with many edits. Of these,
@@ -181,15 +191,9 @@ class Replay:
         """Run programs of some launches, all programs in lockstep if possible; writes their tensors."""
         from triton.runtime import interpreter
 
-        wanted = [
-            {log.program for log in launch.programs}
-            if units is None
-            else {log.program for unit in units for at, log in unit.programs if at == index}
-            for index, launch in enumerate(self.launches)
-        ]
         with probing(Probe(edited=edited, together=together or {})):
             for at in launches:
-                launch, programs = self.launches[at], wanted[at]
+                launch, programs = self.launches[at], self._programs(units, at)
                 if not programs:
                     continue
                 observed = RunLog(budget=_budget(launch, programs))
@@ -197,36 +201,33 @@ class Replay:
                 if units is None and not self._run_together(launch, programs, observed):
                     continue
                 kernel = launch.function.rewrite()
-                with prepared(kernel, launch.arguments, launch.sizes, observed, notes):
-                    for program in sorted(programs):
+                with prepared(kernel, launch.arguments, launch.sizes, observed, trace=notes):
+                    for program in programs:
                         interpreter.interpreter_builder.set_grid_idx(*program)
                         with limited(observed.budget):
                             kernel(**launch.converted)
 
+    def _programs(self, units: Sequence[Unit] | None, at: int) -> list[Program]:
+        """Return the programs that some units, None for all, have in a launch, in order."""
+        if units is None:
+            return sorted({log.program for log in self.launches[at].programs})
+        return sorted({log.program for unit in units for i, log in unit.programs if i == at})
+
     def _run_together(
-        self, launch: LaunchLog, programs: Collection[Program], observed: RunLog
+        self, launch: LaunchLog, programs: Sequence[Program], observed: RunLog
     ) -> str:
         """Run programs of a launch in lockstep; return "", or why they must run one after another."""
         return Together(
             function=launch.function,
             arguments=launch.arguments,
             converted=launch.converted,
-            programs=sorted(programs),
+            programs=programs,
             reads=None,
-            prepare=self._prepare(launch),
+            prepare=partial(prepared, launch.function.fn, launch.arguments, launch.sizes),
             on_programs=lambda done, total: None,
             observed=observed,
             on_stored=self._note_stores,
         ).run()
-
-    def _prepare(self, launch: LaunchLog) -> Callable[[Any, Any], Any]:
-        return lambda observed, extension: prepared(
-            launch.function.fn,
-            launch.arguments,
-            launch.sizes,
-            observed,
-            extension=extension,
-        )
 
     def run_edits(
         self, units: Sequence[Unit], function: Any, kernel: Any, edits: Sequence[int]
@@ -240,8 +241,7 @@ class Replay:
         having = [
             at
             for at, some in enumerate(self._functions)
-            if function.fn in some
-            and any(at == index for unit in units for index, _ in unit.programs)
+            if function.fn in some and self._programs(units, at)
         ]
         forms = {function.fn: kernel}
         return self._branches(units, forms, having, edits, ()) if having else {}
@@ -260,15 +260,13 @@ class Replay:
         """
         at, *later = having
         launch, found = self.launches[at], dict[int, torch.Tensor | None]()
-        programs = sorted(
-            {log.program for unit in units for index, log in unit.programs if index == at}
-        )
+        programs = self._programs(units, at)
         if not self._follow(units, path, at):
             return dict.fromkeys(edits)
         edited = EditRun(
             launch=launch,
             programs=programs,
-            prepare=self._prepare(launch),
+            prepare=partial(prepared, launch.function.fn, launch.arguments, launch.sizes),
             budget=lambda: _budget(launch, programs, _EDITS_SLACK),
         )
         with probing(Probe(together=forms)):
@@ -404,18 +402,15 @@ def _among(addresses: Any, tensor: torch.Tensor) -> Any:
 
 def _is_among(addresses: Any, tensor: torch.Tensor) -> Any:
     """Return which addresses are in a tensor."""
-    begin, size = tensor.data_ptr(), tensor.element_size()
-    last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return (addresses >= begin) & (addresses < begin + (last + 1) * size)
+    begin, end = bounds_of(tensor)
+    return (addresses >= begin) & (addresses < end)
 
 
 def _inside(parts: Mapping[Line, Sequence[Any]], tensors: Sequence[torch.Tensor]) -> Any:
     """Return the recorded addresses that are in some tensors, sorted."""
-    every = [addresses for recorded in parts.values() for addresses in recorded]
-    if not every or not tensors:
-        return np.zeros(0, dtype=np.uint64)
-    joined = np.unique(np.concatenate(every))
-    return np.unique(np.concatenate([_among(joined, tensor) for tensor in tensors]))
+    every = joined(parts)
+    inside = [_is_among(every, tensor) for tensor in tensors]
+    return every[np.logical_or.reduce(inside)] if inside else every[:0]
 
 
 def _elements(tensor: torch.Tensor, addresses: Any) -> Any:

@@ -12,9 +12,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from attnlab.kernels.replaced import setting
 from attnlab.tensors.call import KernelCall
 
 # Limits of an interpreted run: operations of the interpreter, and seconds of processor time.
@@ -147,17 +149,12 @@ class LoopIndex(int):
         return tl.tensor(handle, tl.int32).to(dtype, **options)
 
 
-@contextmanager
-def limiting_reruns(seconds: float) -> Iterator[None]:
+def limiting_reruns(seconds: float) -> AbstractContextManager[float]:
     """Let the launches of a call take so much processor time inside the block; else the call fails.
 
     A kernel that ends for one call may loop for ever for a call with other lengths.
     """
-    token = _RERUN_S.set(seconds)
-    try:
-        yield
-    finally:
-        _RERUN_S.reset(token)
+    return setting(_RERUN_S, seconds)
 
 
 def rerun_budget() -> Budget | None:
@@ -292,17 +289,12 @@ class Region:
             factors[dims[0]] = tensor.shape[dims[1]]
         strides = [stride * bytes_ for stride in tensor.stride()]
         places = sorted(
-            zip(strides, tensor.shape, factors.values(), strict=True),
-            key=lambda place: -place[0],
+            zip(strides, tensor.shape, factors.values(), strict=True), key=lambda place: -place[0]
         )
         last = sum(stride * (size - 1) for stride, size, _ in places) + bytes_
         begin = tensor.data_ptr()
         return cls(
-            name=name,
-            is_cache=len(dims) == 2,
-            begin=begin,
-            end=begin + last,
-            places=tuple(places),
+            name=name, is_cache=len(dims) == 2, begin=begin, end=begin + last, places=tuple(places)
         )
 
     def indices(self, addresses: Any) -> list[int]:
@@ -392,19 +384,14 @@ _LEAST_OUTSIDE = 56  # as a byte in float8_e4m3fn, 1.0; the numbers 56 to 63 are
 _SPREAD, _SPREAD_BITS, _NUMBER_BITS = 2654435761, 32, 3
 
 
-@contextmanager
-def other_outside(number: float | None = None) -> Iterator[None]:
+def other_outside(number: float | None = None) -> AbstractContextManager[float | None]:
     """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
 
     By default, numbers from 56 to 63 that depend on the address: keys that are all one number have equal
     scores, as keys of 0 have.
     A result that changes depends on memory that belongs to no tensor of the launch. Of NaN, integers get 1.
     """
-    token = _OUTSIDE.set(number)
-    try:
-        yield
-    finally:
-        _OUTSIDE.reset(token)
+    return setting(_OUTSIDE, number)
 
 
 def outside_number() -> float | None:
@@ -636,6 +623,12 @@ class RunLog(OperationLog):
         self.operations = max(self.operations, other.operations)
         for key, slots in other.reads.items():
             self.reads[key] = self.reads.get(key, set()) | slots
+
+
+def raised_in(error: BaseException) -> Path:
+    """Return the file that raised an error; an empty path if it was not raised."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return Path(files[-1] if files else "")
 
 
 def kernel_line() -> tuple[str, int]:

@@ -11,13 +11,7 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import Any
 
-from attnlab.kernels.triton.kernel_text import (
-    Change,
-    function_of,
-    row_starts,
-    slice_of,
-    statements,
-)
+from attnlab.kernels.triton.kernel_text import Change, function_of, row_starts, slice_of, statements
 
 # Parts of a kernel that an expression of it may lack: names, factors, terms, conditions and positions.
 

@@ -82,10 +82,7 @@ def _broadcast(compute: Any) -> Any:
         key = (lhs.type.name, rhs.type.name)
         if key not in known:
             left, right = compute(semantic, lhs, rhs)
-            known[key] = (
-                None if left is lhs else left.type,
-                None if right is rhs else right.type,
-            )
+            known[key] = (None if left is lhs else left.type, None if right is rhs else right.type)
             return left, right
         left_ty, right_ty = known[key]
         return _spread(semantic, lhs, left_ty), _spread(semantic, rhs, right_ty)
@@ -318,12 +315,10 @@ class Records:
     @contextmanager
     def _recording(self, operands: list[Any]) -> Iterator[_Recorder]:
         """Record the calls of the builder inside the block."""
-        semantic, handle_type = (
-            self._interpreter.interpreter_semantic,
-            self._interpreter.TensorHandle,
-        )
+        semantic = self._interpreter.interpreter_semantic
         builder = semantic.builder
-        semantic.builder = recorder = _Recorder(builder, handle_type, operands)
+        recorder = _Recorder(builder, self._interpreter.TensorHandle, operands)
+        semantic.builder = recorder
         _OPEN.append(recorder)
         try:
             yield recorder

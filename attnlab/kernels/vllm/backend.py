@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,12 +43,13 @@ from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_releas
 from attnlab.kernels.binding import bind, finish, lse_of
 from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.model import paged_attention_rocm
+from attnlab.kernels.replaced import replacing
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.interpreter import check_installed_pair
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
-from attnlab.kernels.triton.run_log import RunLog, Watched
+from attnlab.kernels.triton.run_log import RunLog, Watched, raised_in
 from attnlab.kernels.vllm.features import (
     check_case,
     has_op,
@@ -112,7 +114,7 @@ def calling(op: str, source: Source, plan: LaunchPlan | None = None) -> Iterator
 
 def is_stated(error: Exception, source: Source) -> bool:
     """Answer whether an op's own Python code refuses a call before a launch, a limit that it states."""
-    return isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root)
+    return isinstance(error, _STATED) and raised_in(error).is_relative_to(source.root)
 
 
 def is_compile_failure(error: BaseException) -> bool:
@@ -121,7 +123,7 @@ def is_compile_failure(error: BaseException) -> bool:
     if any(f"triton.{name}" in names for name in _COMPILE_ERRORS):
         return True
     return isinstance(error, RuntimeError) and bool(
-        _COMPILER_FILES.search(_raised_in(error).as_posix())
+        _COMPILER_FILES.search(raised_in(error).as_posix())
     )
 
 
@@ -146,14 +148,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def _raised_in(error: BaseException) -> Path:
-    """Return the file that raised the error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return Path(trace.tb_frame.f_code.co_filename if trace is not None else "")
-
-
 # What vLLM's ops cannot run natively on a GPU, stated before anything is allocated.
 
 _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -176,11 +170,7 @@ def check_fp8_format(case: Case) -> None:
 
 
 def rocm_decode(
-    call: KernelCall,
-    target: Target,
-    source: Source,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: KernelCall, target: Target, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Replace ``ops.paged_attention_rocm``: call its source, or the lab's model of it.
 
@@ -503,22 +493,6 @@ class Compiled:
     failures: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """A driver of Triton that knows its target and can do nothing else."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
 def precompile(
     cases: Iterable[Case],
     source: Source,
@@ -568,12 +542,9 @@ def specialisations(cases: Iterable[Case], source: Source) -> list[tuple[Any, st
         found.setdefault((fn.name, compile["specialization_data"]), fn.jit_function)
         return True  # do not compile
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, keep
-    try:
+    with replacing(knobs.runtime, jit_cache_hook=keep):
         for case in cases:
             _call_op(case, source)
-    finally:
-        knobs.runtime.jit_cache_hook = before
     return [(function, data) for (_, data), function in found.items()]
 
 
@@ -595,7 +566,13 @@ def _compiling_for(platform: str) -> Iterator[None]:
     if not platform.startswith("sm_"):
         raise Unavailable(f"platform must be an NVIDIA GPU to compile for, got {platform}")
     before = driver._active  # reading driver.active would look for a GPU
-    driver.set_active(_Device(GPUTarget("cuda", int(platform.removeprefix("sm_")), 32)))
+    target = GPUTarget("cuda", int(platform.removeprefix("sm_")), 32)
+    device = SimpleNamespace(  # a driver that knows its target and can do nothing else
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+    )
+    driver.set_active(device)
     try:
         yield
     finally:

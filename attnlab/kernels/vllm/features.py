@@ -9,8 +9,8 @@ import ast
 import copy
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +22,7 @@ from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS, Needs
 from attnlab.case.ops import OPS, Op
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.coverage import Branch, Marker
 from attnlab.kernels.vllm.source import Source
 from attnlab.library.op import libraries, package_of
@@ -62,21 +63,16 @@ class Function:
     def of_dict(cls, fields: Mapping[str, Any]) -> "Function":
         """Return the function of what :meth:`to_dict` returned."""
         branches = {
-            name: Branch(
-                **{**one, "then": tuple(one["then"]), "otherwise": tuple(one["otherwise"])}
-            )
+            name: Branch(**_with(one, then=tuple, otherwise=tuple))
             for name, one in fields["branches"].items()
         }
-        return cls(
-            **{
-                **fields,
-                "file": Path(fields["file"]),
-                "statements": frozenset(fields["statements"]),
-                "branches": branches,
-                "parameters": tuple(fields["parameters"]),
-                "text": tuple(fields["text"]),
-            }
-        )
+        changed = _with(fields, file=Path, statements=frozenset, parameters=tuple, text=tuple)
+        return cls(**{**changed, "branches": branches})
+
+
+def _with(fields: Mapping[str, Any], **kinds: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return fields with some of them converted."""
+    return {**fields, **{name: kind(fields[name]) for name, kind in kinds.items()}}
 
 
 def op_functions(source: Source, op: str) -> list[Function]:
@@ -170,8 +166,6 @@ def _function(file: Path, module: _Module, node: ast.FunctionDef) -> Function:
     """Return a function with its points."""
     marker = Marker()
     marker.visit(copy.deepcopy(node))  # it changes the tree
-    arguments = node.args
-    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     return Function(
         file=file,
         name=node.name,
@@ -179,7 +173,7 @@ def _function(file: Path, module: _Module, node: ast.FunctionDef) -> Function:
         last_line=node.end_lineno or node.lineno,
         statements=frozenset(marker.statements),
         branches=marker.branches,
-        parameters=tuple(one.arg for one in every),
+        parameters=tuple(_parameters(node)),
         is_kernel=any("jit" in ast.unparse(one) for one in node.decorator_list),
         text=module.text[node.lineno - 1 : node.end_lineno],
     )
@@ -377,14 +371,9 @@ def _signature(source: Source, module: str, function: str) -> _Signature | None:
 _SEEN: ContextVar[dict[Source, int] | None] = ContextVar("seen", default=None)
 
 
-@contextmanager
-def unchanged_sources() -> Iterator[None]:
+def unchanged_sources() -> AbstractContextManager[dict[Source, int]]:
     """Look once inside the block whether the files of a source changed."""
-    token = _SEEN.set({})
-    try:
-        yield
-    finally:
-        _SEEN.reset(token)
+    return setting(_SEEN, {})
 
 
 @lru_cache(maxsize=256)
@@ -397,9 +386,9 @@ def _read_signature(source: Source, module: str, function: str, changed: int) ->
     return _Signature(frozenset(_parameters(functions[0])), inside)
 
 
-def _parameters(function: ast.FunctionDef) -> set[str]:
+def _parameters(function: ast.FunctionDef) -> list[str]:
     arguments = function.args
-    return {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
 def _plain_text(field: str) -> str:

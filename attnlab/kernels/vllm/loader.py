@@ -390,13 +390,8 @@ def _torch(current: "_Current") -> ModuleType:
     that a read of scratch memory before it is written shows in the output.
     """
 
-    def empty(*size: Any, **options: Any) -> torch.Tensor:
-        return scratch(torch.empty(*size, **options))
-
-    def empty_like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-        return scratch(torch.empty_like(tensor, **options))
-
-    def scratch(made: torch.Tensor) -> torch.Tensor:
+    def scratch(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+        made = make(*args, **options)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     cuda = _view(
@@ -409,7 +404,8 @@ def _torch(current: "_Current") -> ModuleType:
         get_device_properties=current.get_device_properties,
         current_device=current.get_current_device,
     )
-    return _view(torch, cuda=cuda, empty=empty, empty_like=empty_like)
+    makers = {one.__name__: partial(scratch, one) for one in (torch.empty, torch.empty_like)}
+    return _view(torch, cuda=cuda, **makers)
 
 
 class OnCpu(TorchFunctionMode):
@@ -465,8 +461,7 @@ class _Current:
     def is_xpu(self) -> bool:
         return False
 
-    def is_tpu(self) -> bool:
-        return False
+    is_tpu = is_xpu
 
     def is_device_capability_family(self, capability: int, device_id: int = 0) -> bool:
         return self._capability[0] == capability // 10
@@ -504,9 +499,11 @@ class _Current:
         return self._platform.family == "rdna"
 
     def has_device_capability(self, capability: Any, device_id: int = 0) -> bool:
-        asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-        return self._capability >= asked
+        return self._capability >= _pair(capability)
 
     def is_device_capability(self, capability: Any, device_id: int = 0) -> bool:
-        asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-        return self._capability == asked
+        return self._capability == _pair(capability)
+
+
+def _pair(capability: Any) -> tuple[int, ...]:
+    return divmod(capability, 10) if isinstance(capability, int) else tuple(capability)

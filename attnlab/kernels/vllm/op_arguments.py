@@ -9,13 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import OutOfMemory
-from attnlab.case.op_arguments import (
-    DIFFKV,
-    NONE,
-    OP_ARGUMENTS,
-    WRITE_DIFFKV,
-    WRITE_SCALED,
-)
+from attnlab.case.op_arguments import DIFFKV, NONE, OP_ARGUMENTS, WRITE_DIFFKV, WRITE_SCALED
 from attnlab.kernels.model import written_cache
 from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.loader import Loader
@@ -167,20 +161,20 @@ def diffkv(case: Case, given: Arguments) -> Passed:
     The function is that of the Triton backend for such models; its scratch memory has their width, too.
     """
     size, key = narrow_size(case), given["k"]
-    # torch cannot concatenate FP8; bytes of both are what the cache holds.
-    parts = [one.view(torch.uint8) for one in (key, given["v"][..., :size].contiguous())]
-    cache = torch.cat(parts, -1).view(key.dtype)
+    cache = _one_cache(key, given["v"][..., :size])
     narrow = given["out"].new_full((*given["out"].shape[:2], size), float("nan"))
-    changed = {
-        "k": cache[..., : key.shape[-1]],
-        "v": cache[..., key.shape[-1] :],
-        "out": narrow,
-    }
+    width = key.shape[-1]
+    changed = {"k": cache[..., :width], "v": cache[..., width:], "out": narrow}
     if "softmax_segm_output" in given:
         padded = 1 << (size - 1).bit_length()
         changed["softmax_segm_output"] = given["softmax_segm_output"][..., :padded].contiguous()
-    passed = _narrow(narrow, {**given, **changed})
-    return Passed(arguments=passed.arguments, finish=passed.finish, function=DIFFKV)
+    return replace(_narrow(narrow, {**given, **changed}), function=DIFFKV)
+
+
+def _one_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return keys and values as parts of one cache: bytes of both, for torch cannot concatenate FP8."""
+    parts = [one.view(torch.uint8) for one in (key, value.contiguous())]
+    return torch.cat(parts, -1).view(key.dtype)
 
 
 def _narrow(narrow: torch.Tensor, arguments: Arguments) -> Passed:
@@ -212,18 +206,13 @@ def write_scaled(case: Case, given: Arguments) -> Passed:
         halves = (scaled_numbers(case, *pair).to(output.dtype) for pair in pairs)
         output.copy_(written_cache(*halves))
 
-    return Passed(
-        arguments=arguments,
-        finish=finish,
-        function=WRITE_SCALED,
-    )
+    return Passed(arguments=arguments, finish=finish, function=WRITE_SCALED)
 
 
 def write_diffkv(case: Case, given: Arguments) -> Passed:
     """Pass narrower values, and one cache of both; the rest of the values in the result is 0."""
-    size, key, value = narrow_size(case), given["key_cache"], given["value_cache"]
-    parts = [one.view(torch.uint8) for one in (key, value[..., :size].contiguous())]
-    cache = torch.cat(parts, -1).view(key.dtype)
+    size = narrow_size(case)
+    cache = _one_cache(given["key_cache"], given["value_cache"][..., :size])
     arguments = {**given, "value": given["value"][..., :size].contiguous(), "kv_cache": cache}
 
     def finish(output: torch.Tensor) -> None:
@@ -234,10 +223,7 @@ def write_diffkv(case: Case, given: Arguments) -> Passed:
 
 
 def pass_argument(
-    case: Case,
-    arguments: Arguments,
-    parameters: set[str],
-    value_scale: torch.Tensor | None = None,
+    case: Case, arguments: Arguments, parameters: set[str], value_scale: torch.Tensor | None = None
 ) -> Passed:
     """Return ``arguments`` with the op argument of a Case; they are those that the op gets without one.
 

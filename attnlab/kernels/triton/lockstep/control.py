@@ -43,11 +43,7 @@ class Diverged(Exception):
         self.groups = groups
 
 
-class Missing:
-    """A variable that is not assigned yet."""
-
-
-MISSING = Missing()
+MISSING = object()  # the value of a variable that is not assigned yet
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +196,7 @@ def merged(mask: Any, one: Any, other: Any) -> Any:
         return batch.interpreter._tuple_create(one, [merged(mask, x, y) for x, y in pairs])
     plain = [_plain(batch, value) for value in (one, other)]
     if any(value is None for value in plain):
-        if type(one) is type(other) and not isinstance(one, Missing) and one == other:
+        if type(one) is type(other) and one == other:
             return one
         raise Diverged([np.flatnonzero(mask), np.flatnonzero(~mask)])
     left, right = plain

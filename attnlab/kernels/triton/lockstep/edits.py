@@ -9,7 +9,6 @@ kept apart.
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from attnlab.kernels.triton.lockstep.rewriting import (
     with_range,
 )
 from attnlab.kernels.triton.probe import LaunchLog
-from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited
+from attnlab.kernels.triton.run_log import Budget, Memory, TooLong, limited, raised_in
 
 Program = tuple[int, int, int]
 _SITES = "__attnlab_sites__"  # a parameter of a function with edits
@@ -113,8 +112,7 @@ class _Head:
 def _head_of(heads: Sequence[_Head], change: Change) -> int | None:
     """Return the index of the expression that has all of a change, or None."""
     start, stop, _ = change
-    found = (i for i, one in enumerate(heads) if one.begin <= start < stop <= one.end)
-    return next(found, None)
+    return next((i for i, one in enumerate(heads) if one.begin <= start < stop <= one.end), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -302,10 +300,7 @@ def _is_of_kernel(error: Exception, kernel: str) -> bool:
 
     A program alone raises it, too: the language looks at types, which are those of one program.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    file = Path("" if trace is None else trace.tb_frame.f_code.co_filename)
+    file = raised_in(error)
     is_known = isinstance(error, NameError | NoAddress)  # also a variable that is not set yet
     return is_known or file.parent.parts[-2:] == ("triton", "language") or str(file) == kernel
 

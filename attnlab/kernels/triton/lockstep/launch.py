@@ -9,8 +9,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from attnlab.kernels.child_process import fork
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.coverage import is_measuring, marked_tree
-from attnlab.kernels.triton.kernel_text import place_of, text_of, tree_with_names, with_defaults
+from attnlab.kernels.triton.kernel_text import text_of
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
 from attnlab.kernels.triton.lockstep.memory import Part, Tensors, patch_memory
@@ -38,17 +39,11 @@ _BYTES = 512  # of memory per element of the largest value, with all others that
 
 _ON: ContextVar[bool] = ContextVar("lockstep", default=True)
 _FORMS: dict[tuple[Any, bool], Any] = {}  # compiled functions, or the reason of a refusal
-_MOST_TEXTS = 256  # compiled texts of functions
 
 
-@contextmanager
-def using_lockstep(is_on: bool) -> Iterator[None]:
+def using_lockstep(is_on: bool) -> AbstractContextManager[bool]:
     """Run the programs of launches together inside the block, or one after another."""
-    token = _ON.set(is_on)
-    try:
-        yield
-    finally:
-        _ON.reset(token)
+    return setting(_ON, is_on)
 
 
 def is_lockstep() -> bool:
@@ -88,40 +83,24 @@ class Form:
             return probe.together[self.function.fn]
         if self.function.fn in probe.edited:
             raise Refused("an edited function")
-        text = probe.texts.get(place_of(self.function)) if probe.texts else None
-        if text is None:
-            return None
-        compiled = _of_text(self.function, text, tuple(probe.names))
-        return with_defaults(compiled, probe.names) if probe.names else compiled
+        return probe.of_text(self.function, compile_lockstep)
 
 
-@functools.lru_cache(maxsize=_MOST_TEXTS)
-def _of_text(function: Any, text: str, names: tuple[str, ...]) -> Any:
-    return compile_lockstep(function, tree_with_names(text, names))
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(Operations):
     """The patches of the language for a batch, after those of the lab's interpreter."""
 
-    operations: Operations
-    interpreter: Any
-    name: str = "lockstep"
-
-    def patch_language(self, scope: Any) -> None:
-        """Patch the language that the functions of a module see."""
-        self.operations.patch_language(scope)
+    name = "lockstep"
 
     def patch_builder(self, scope: Any) -> None:
         """Patch the builder, once for a launch."""
-        self.operations.patch_builder(scope)
-        patch_memory(self.interpreter, scope)
+        super().patch_builder(scope)
+        patch_memory(self._interpreter, scope)
 
 
 @functools.cache
 def extension_of(interpreter: Any) -> Extension:
     """Return the patches for an interpreter."""
-    return Extension(Operations(interpreter), interpreter)
+    return Extension(interpreter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ import numpy as np
 from attnlab.kernels.triton.lockstep.control import Refused, running
 from attnlab.kernels.triton.lockstep.notes import Notes, Recorder, first_program
 from attnlab.kernels.triton.lockstep.operations import shape_of
-from attnlab.kernels.triton.patches import decoded, encoded, is_bfloat16
+from attnlab.kernels.triton.patches import decoded, element_of, encoded
 from attnlab.kernels.triton.run_log import Memory, values_outside
 
 _SEVERAL = np.int32(2**31 - 1)  # owns elements that several programs stored
@@ -251,7 +251,8 @@ class Tensors:
             self._note_load(storage)
             if self.reads is not None:
                 some = programs if programs is None else programs[chosen]
-                self.reads.loaded(live[chosen] - np.uint64(base - storage.own), some)
+                own = live[chosen] - np.uint64(base - storage.own)
+                self.reads.record(own, some, reads=True)
             elements, index = _indexed(storage, live[chosen] - np.uint64(base), dtype)
             values[chosen] = elements[index]
         if mask is None:
@@ -307,7 +308,8 @@ class Tensors:
                 shape = np.broadcast_shapes(addresses.shape, mask.shape)
                 addresses, mask = np.broadcast_to(addresses, shape), np.broadcast_to(mask, shape)
             live = addresses if mask is None else addresses[mask]
-            self.reads.loaded(live - np.uint64(base - storage.own), _programs(addresses, mask))
+            own, programs = live - np.uint64(base - storage.own), _programs(addresses, mask)
+            self.reads.record(own, programs, reads=True)
         places = len(elements) - width // dtype.itemsize + 1
         view = np.lib.stride_tricks.as_strided(
             elements,
@@ -344,7 +346,7 @@ class Tensors:
             storage.is_stored = True
             if self.reads is not None:
                 own = live[chosen] - np.uint64(base - storage.own)
-                self.reads.stored(own, program[chosen])
+                self.reads.record(own, program[chosen], reads=False)
             _, index = _indexed(storage, live[chosen] - np.uint64(base), bits.dtype)
             self.stores.append(Store(storage, index, program[chosen], bits[chosen]))
 
@@ -461,15 +463,10 @@ def patch_memory(interpreter: Any, scope: Any) -> None:
     """Let the builder load from and store to the tensors of a batch, through ``scope``."""
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
-    def element(pointers: Any) -> tuple[Any, Any, bool]:
-        kind = pointers.get_element_ty()
-        is_short = is_bfloat16(kind)
-        return kind, np.dtype(np.uint16) if is_short else interpreter._get_np_dtype(kind), is_short
-
     def loaded(
         self: Any, pointers: Any, mask: Any, other: Any = None, *rest: Any, **named: Any
     ) -> Any:
-        kind, dtype, is_short = element(pointers)
+        kind, dtype, is_short = element_of(interpreter, pointers)
         allowed, fill = _mask_of(mask, pointers), _data_of(other, pointers)
         if is_short and fill is not None:
             fill = encoded(fill)
@@ -478,7 +475,7 @@ def patch_memory(interpreter: Any, scope: Any) -> None:
         return handle(running().tensors.load(pointers, allowed, fill, dtype, is_short), kind)
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        _, dtype, is_short = element(pointers)
+        _, dtype, is_short = element_of(interpreter, pointers)
         allowed, given = _mask_of(mask, pointers), _data_of(value, pointers)
         bits = encoded(given) if is_short else given
         if bits.dtype.itemsize != dtype.itemsize:

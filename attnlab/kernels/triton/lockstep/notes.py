@@ -99,10 +99,7 @@ def first_program(lanes: Any) -> tuple[int, int] | None:
 # Record which rows and slots each program of a batch accesses, as a trace of one after another does.
 
 
-Accessed = tuple[
-    str, Any
-]  # a region's name; program × _FAR + index of each access, without repetition
-_FAR = 1 << 40
+_FAR = 1 << 40  # an access is noted as program × _FAR + index
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +113,9 @@ class Recorder:
     needs_one_value: ClassVar[bool] = False
     found: list[tuple[int, Any]] = field(default_factory=list)
 
-    def loaded(self, addresses: Any, program: Any) -> None:
-        """Record loads: addresses (uint64), and the program in the batch of each, or None for all active."""
-        raise NotImplementedError
-
-    def stored(self, addresses: Any, program: Any) -> None:
-        """Record stores, as :meth:`loaded`."""
+    def record(self, addresses: Any, program: Any, *, reads: bool) -> None:
+        """Record loads or stores: addresses (uint64), and the program in the batch of each, or None for all
+        active."""
         raise NotImplementedError
 
     def clear(self) -> None:
@@ -150,13 +144,10 @@ class ProgramAccesses(Recorder):
     _loads: list[Any] = field(default_factory=list)
     _stores: list[Any] = field(default_factory=list)
 
-    def loaded(self, addresses: Any, program: Any) -> None:
-        """Record loads as :class:`Recorder` says."""
-        self._loads.append(_flat(addresses, program))
-
-    def stored(self, addresses: Any, program: Any) -> None:
-        """Record stores as :class:`Recorder` says."""
-        self._stores.append(_flat(addresses, program))
+    def record(self, addresses: Any, program: Any, *, reads: bool) -> None:
+        """Record loads or stores as :class:`Recorder` says."""
+        flat = addresses.reshape(-1), None if program is None else program.reshape(-1)
+        (self._loads if reads else self._stores).append(flat)
 
     def clear(self) -> None:
         """Forget the accesses of a batch that does not end."""
@@ -168,11 +159,6 @@ class ProgramAccesses(Recorder):
         both = (_addresses_of(parts, batch.size) for parts in (self._loads, self._stores))
         self.found += zip(batch.numbers.tolist(), zip(*both, strict=True), strict=True)
         self.clear()
-
-
-def _flat(addresses: Any, program: Any) -> tuple[Any, Any]:
-    """Return addresses and their programs, if these are given, as arrays of one axis."""
-    return addresses.reshape(-1), None if program is None else program.reshape(-1)
 
 
 def _addresses_of(parts: list[Any], size: int) -> list[Any]:
@@ -197,15 +183,8 @@ class Reads(Recorder):
     _rows: list[Any] = field(default_factory=list)
     _slots: dict[str, list[Any]] = field(default_factory=dict)
 
-    def loaded(self, addresses: Any, program: Any) -> None:
-        """Record loads as :class:`Recorder` says."""
-        self._record(addresses, program, reads=True)
-
-    def stored(self, addresses: Any, program: Any) -> None:
-        """Record stores as :class:`Recorder` says."""
-        self._record(addresses, program, reads=False)
-
-    def _record(self, addresses: Any, program: Any, reads: bool) -> None:
+    def record(self, addresses: Any, program: Any, *, reads: bool) -> None:
+        """Record loads or stores as :class:`Recorder` says."""
         if not addresses.size:
             return
         low, high = addresses.min(), addresses.max()
@@ -215,17 +194,12 @@ class Reads(Recorder):
             index = region.index_of(addresses)
             inside = index >= 0
             if program is None:
-                batch = running()
-                active = (
-                    np.arange(batch.size) if batch.active is None else np.flatnonzero(batch.active)
-                )
+                active = np.flatnonzero(running().is_active)
                 keys = np.unique(index[inside])[None] + active[:, None] * _FAR
             else:
                 keys = index[inside] + program[inside].astype(np.int64) * _FAR
-            part = np.unique(keys)
-            (self._slots.setdefault(region.name, []) if region.is_cache else self._rows).append(
-                part
-            )
+            known = self._slots.setdefault(region.name, []) if region.is_cache else self._rows
+            known.append(np.unique(keys))
 
     def clear(self) -> None:
         """Forget the accesses of a batch that does not end."""

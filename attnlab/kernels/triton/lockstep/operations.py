@@ -133,39 +133,32 @@ class Operations:
         self._interpreter, self._handle = interpreter, interpreter.TensorHandle
         self._sum = sum_handle_type(interpreter)
 
+    def _like(self, data: Any, arg: Any) -> Any:
+        """Return an array as a handle with the type of the elements of another one."""
+        return self._handle(data, arg.dtype.scalar)
+
     def patch_builder(self, scope: Any) -> None:
         """Replace the operations of the builder, through ``scope``; refuse those that are not known."""
         builder, tl = self._interpreter.InterpreterBuilder, self._interpreter.tl
-        handle = self._handle
+        handle, like = self._handle, self._like
         own: dict[str, Callable[..., Any]] = {
             "get_program_id": self._program_id,
             "make_range": lambda _, ty, a, b: handle(
                 np.arange(a, b, dtype=np.int32)[None], tl.int32
             ),
-            "splat": lambda _, ty, arg: handle(
-                _spread(_rank(arg.data, ty.shape), ty.shape), arg.dtype.scalar
-            ),
-            "unsplat": lambda _, arg: handle(
-                arg.data.reshape(arg.data.shape[0], -1)[:, 0], arg.dtype.scalar
-            ),
+            "splat": lambda _, ty, arg: like(_spread(_rank(arg.data, ty.shape), ty.shape), arg),
+            "unsplat": lambda _, arg: like(arg.data.reshape(arg.data.shape[0], -1)[:, 0], arg),
             "expand_dims": self._expand_dims,
             "broadcast": self._broadcast,
-            "trans": lambda _, arg, perm: handle(
-                np.transpose(arg.data, [0, *(axis + 1 for axis in perm)]), arg.dtype.scalar
+            "trans": lambda _, arg, perm: like(
+                np.transpose(arg.data, [0, *(axis + 1 for axis in perm)]), arg
             ),
-            "reshape": lambda _, arg, shape, *rest: handle(
-                arg.data.reshape(arg.data.shape[0], *shape), arg.dtype.scalar
+            "reshape": lambda _, arg, shape, *rest: like(
+                arg.data.reshape(arg.data.shape[0], *shape), arg
             ),
-            "cat": lambda _, left, right: handle(
-                np.concatenate(_aligned(left.data, right.data), 1), left.dtype.scalar
-            ),
-            "join": lambda _, left, right: handle(
-                np.stack(_aligned(left.data, right.data), -1), left.dtype.scalar
-            ),
-            "gather": lambda _, source, index, axis: handle(
-                _taken(source.data, index.data, axis + 1),
-                source.dtype.scalar,
-            ),
+            "cat": lambda _, a, b: like(np.concatenate(_aligned(a.data, b.data), 1), a),
+            "join": lambda _, a, b: like(np.stack(_aligned(a.data, b.data), -1), a),
+            "gather": lambda _, arg, index, axis: like(_taken(arg.data, index.data, axis + 1), arg),
             "add": self._add,
             "addptr": self._addptr,
             "int_cast": self._int_cast(builder.create_int_cast),
@@ -270,14 +263,14 @@ class Operations:
             parts = [np.expand_dims(part, at) for part in arg.parts]
             at = at if at >= 0 else at + len(arg.shape) + 1
             return self._sum(parts, (*arg.shape[:at], 1, *arg.shape[at:]), arg.dtype)
-        return self._handle(np.expand_dims(arg.data, at), arg.dtype.scalar)
+        return self._like(np.expand_dims(arg.data, at), arg)
 
     def _broadcast(self, builder: Any, arg: Any, shape: Any) -> Any:
         if hasattr(arg, "parts") and len(arg.shape) == len(shape) + 1:
             return self._sum(arg.parts, (arg.shape[0], *shape), arg.dtype)
         data = arg.data  # new axes follow that of the programs, as if a program were alone
         data = data.reshape(len(data), *(1,) * (len(shape) + 1 - data.ndim), *data.shape[1:])
-        return self._handle(_spread(data, shape), arg.dtype.scalar)
+        return self._like(_spread(data, shape), arg)
 
     def _add(self, builder: Any, left: Any, right: Any) -> Any:
         _check_ranks(left, right)
@@ -316,10 +309,7 @@ class Operations:
     def _cast(self, compute: Any) -> Any:
         """Return ``cast_impl`` that lets torch convert large blocks between float16 and float32."""
         tl = self._interpreter.tl
-        kinds = {
-            (tl.float16, tl.float32): torch.float32,
-            (tl.float32, tl.float16): torch.float16,
-        }
+        kinds = {(tl.float16, tl.float32): torch.float32, (tl.float32, tl.float16): torch.float16}
 
         def cast(builder: Any, source: Any, target: Any) -> Any:
             wanted = kinds.get((source.dtype.scalar, target.scalar))
@@ -346,17 +336,16 @@ class Operations:
             x, y = (converted(a, torch.float32) if a.dtype == np.float16 else a for a in (x, y))
         return self._handle(np.matmul(x, y, dtype=dtype) + acc.data, acc.dtype.scalar)
 
+    def _everywhere(self, pointers: Any) -> Any:
+        """Return a mask that is true for all pointers."""
+        ones = np.ones((1,) * len(shape_of(pointers)), np.bool_)
+        return self._handle(ones, self._interpreter.tl.int1)
+
     def _load(self, builder: Any, pointers: Any, *rest: Any) -> Any:
-        mask = self._handle(
-            np.ones((1,) * len(shape_of(pointers)), np.bool_), self._interpreter.tl.int1
-        )
-        return builder.create_masked_load(pointers, mask, None, *rest)
+        return builder.create_masked_load(pointers, self._everywhere(pointers), None, *rest)
 
     def _store(self, builder: Any, pointers: Any, value: Any, *rest: Any) -> Any:
-        mask = self._handle(
-            np.ones((1,) * len(shape_of(pointers)), np.bool_), self._interpreter.tl.int1
-        )
-        return builder.create_masked_store(pointers, value, mask, *rest)
+        return builder.create_masked_store(pointers, value, self._everywhere(pointers), *rest)
 
     def _assert(self, builder: Any, condition: Any, message: Any) -> None:
         if not running().live(condition.data).all():

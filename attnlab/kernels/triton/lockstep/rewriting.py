@@ -9,12 +9,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from attnlab.kernels.triton.kernel_text import (
-    CONTROL,
-    FOR_MARK,
-    IF_MARK,
-    RAN_MARK,
-)
+from attnlab.kernels.triton.kernel_text import CONTROL, FOR_MARK, IF_MARK, RAN_MARK
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Refused
 
@@ -185,11 +180,8 @@ class Rewriter(ast.NodeTransformer):
         read = after | self._live.otherwise[node]
         names = tuple(n for n in stored(parts) if n in read)
         masks = not _has_jump(parts)
-        test, body, orelse = (
-            self._test(node.test),
-            self._block(node.body),
-            self._block(node.orelse),
-        )
+        test = self._test(node.test)
+        body, orelse = self._block(node.body), self._block(node.orelse)
         name, targets = self._name(), _targets(names)
         begin = _parsed(f"{name} = {CONTROL}.Branch(0, {names!r}, locals(), {masks})")
         begin.value.args[0] = test
@@ -207,18 +199,15 @@ class Rewriter(ast.NodeTransformer):
         return [begin, then, flip, other, end]
 
     def visit_For(self, node: ast.For) -> ast.AST:
-        items: Any
         masks = not _has_jump(node.body) and self._keeps_target(node)
-        exact = is_exact(node)
-        marks = ""
-        items = node.iter
+        exact, marks = is_exact(node), ""
+        items: Any = node.iter
         if _is_call(items, FOR_MARK):
             marks = f", ({RAN_MARK}, {items.args[0].value!r})"
             items = items.args[1]
         items = with_range(self.visit(items))
-        call = _expression(f"{CONTROL}.loop(0, {masks}, {exact}{marks})")
-        call.args[0] = items
-        node.iter = ast.copy_location(call, node.iter)
+        text = f"{CONTROL}.loop(0, {masks}, {exact}{marks})"
+        node.iter = _call_with(items, text, node.iter)
         node.body = self._iteration(node, masks)
         return node
 
@@ -234,9 +223,7 @@ class Rewriter(ast.NodeTransformer):
         test = self._test(node.test)
         begin = _parsed(f"{name} = {CONTROL}.While({masks})")
         node.body = self._iteration(node, masks)
-        call = _expression(f"{name}.goes_on(0)")
-        call.args[0] = test
-        node.test = ast.copy_location(call, node.test)
+        node.test = _call_with(test, f"{name}.goes_on(0)", node.test)
         return [begin, node]
 
     def _iteration(self, node: ast.For | ast.While, masks: bool) -> list[ast.stmt]:
@@ -258,9 +245,8 @@ class Rewriter(ast.NodeTransformer):
     def _test(self, test: Any) -> Any:
         """Return a condition that Python does not ask for its truth."""
         if _is_call(test, IF_MARK):
-            call = _expression(f"{CONTROL}.marked({RAN_MARK}, {test.args[0].value!r}, 0)")
-            call.args[2] = self.visit(test.args[1])
-            return ast.copy_location(call, test)
+            text = f"{CONTROL}.marked({RAN_MARK}, {test.args[0].value!r}, 0)"
+            return _call_with(self.visit(test.args[1]), text, test)
         return self.visit(test)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
@@ -273,9 +259,7 @@ class Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.op, ast.Not):
             return node
-        call = _expression(f"{CONTROL}.negated(0)")
-        call.args[0] = node.operand
-        return ast.copy_location(call, node)
+        return _call_with(node.operand, f"{CONTROL}.negated(0)", node)
 
 
 def lockstep_transformer(base: type) -> Any:
@@ -308,6 +292,14 @@ def _parsed(text: str) -> Any:
 
 def _expression(text: str) -> Any:
     return ast.parse(text, mode="eval").body
+
+
+def _call_with(argument: ast.expr, text: str, place: ast.AST) -> Any:
+    """Return a call in the place of a node, with an expression in place of its argument 0."""
+    call = _expression(text)
+    at = next(i for i, one in enumerate(call.args) if ast.unparse(one) == "0")
+    call.args[at] = argument
+    return ast.copy_location(call, place)
 
 
 def compile_lockstep(function: Any, tree: ast.Module) -> Any:
