@@ -276,14 +276,15 @@ def test_a_fault_has_its_name_also_where_the_window_has_freed_blocks(tmp_path):
 
 
 def test_a_finding_without_a_name_says_what_is_known():
-    """A described output has the rules that reproduce it, an ambiguous one the text of each name."""
+    """A described output has the rules that reproduce it, said of this case alone, an ambiguous one the text
+    of each name."""
     case = hostile(query_lens=(17, 5), ctx_lens=(16, 40))
     zeros = Lab().output(case).clone()
     zeros[3] = 0.0
     found = diagnose(case, zeros, defects=(), propose=False)
     assert found.status == "described"
     fields = evidence_fields(Lab(), case, zeros, found, found.status)
-    assert "zero" in fields["description"]
+    assert fields["description"] == "in the smallest case, row 3: all zeros"
     one = dataclasses.replace(FINDING, diagnosis="described", **fields)
     assert one.title == fields["description"]
     again = Finding.from_verdict(one.to_verdict())

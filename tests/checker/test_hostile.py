@@ -1,5 +1,8 @@
 """Hostile cases and their variants: valid, explained, and all in use."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from helpers.sources import of_release
 
@@ -14,6 +17,7 @@ from attnlab.checker.hostile import (
     combinations_of,
     covering_cases,
     covering_rows,
+    edges,
     edges_of,
     hostile_cases,
     hostile_design,
@@ -162,6 +166,15 @@ def test_lengths_are_at_each_edge_and_next_to_it() -> None:
     }
     assert {7, 8, 9} <= query_lens
     assert {15, 16, 17, 31, 32, 33} <= ctx_lens & seq_lens
+
+
+def test_sequences_have_several_parts_where_a_part_has_at_least_32_keys(monkeypatch: Any) -> None:
+    monkeypatch.setattr("attnlab.checker.hostile.launches", lambda backend, case: [])
+    backend: Any = SimpleNamespace(is_interpreted=True)
+    lens: Any = {"query_lens": (1,), "ctx_lens": (9,)}
+    steps = Case(op="sglang_decode_attention", backend="library:sglang", **lens)
+    assert edges(backend, [steps]).keys == {16, 32, 64}
+    assert edges(backend, [Case(op="decode_attention_fwd", **lens)]).keys == {16}
 
 
 @pytest.mark.releases

@@ -398,6 +398,13 @@ def test_a_right_output_has_no_finding(mask):
     assert diagnose(case_of(mask, 9), lab=LAB, propose=False).status == "nothing wrong"
 
 
+def test_an_op_without_a_context_does_not_attend_to_the_context_alone():
+    lens = {"query_lens": (5,), "ctx_lens": (0,), "platform": "sm_90"}
+    applies = DEFECTS["context_only"].applies
+    assert not applies(make_problem(hostile(op="triton_prefill_attention", **lens)))
+    assert applies(make_problem(hostile(op="context_attention_fwd", **lens)))
+
+
 def test_no_defect_of_a_mask_applies_to_causal_attention():
     case = Case(**{**FIELDS, "query_lens": (3, 1), "ctx_lens": (5, 9)}, sliding_window=4)
     problem = make_problem(case)

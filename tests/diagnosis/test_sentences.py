@@ -12,6 +12,7 @@ from attnlab.diagnosis.claims import (
     KernelLine,
     KernelLocation,
     PatternClaim,
+    PrecisionClaim,
     RepairClaim,
 )
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
@@ -23,6 +24,7 @@ from attnlab.weights.plan import Edge
 NAME = "newest_token_dropped"
 CAUSE = candidate(NAME)
 CLAIM = RepairClaim(repair=REPAIR, source="x = a", cases=9)
+PRECISION = PrecisionClaim(largest=0.004, cases=5)
 PLACES = Pattern(facts=(Fact("rows", "the only wrong row is 3"),))
 EXPLAINED = Diagnosis(
     status="explained",
@@ -102,6 +104,20 @@ def test_what_was_measured_in_this_call_is_the_conclusion_of_an_unexplained_outp
     assert others[0].startswith("1 of 4 rows are wrong")
     without = dataclasses.replace(found, observed=())
     assert without.sentences()[0] == "unexplained: none of 0 candidates explains the output"
+    fact = Fact(kind="zeros", where="row 3", what="all zeros", accounts_for=4)
+    part = dataclasses.replace(without, pattern=Pattern(facts=(fact,), wrong_cells=9))
+    assert part.conclusion == "in this call, row 3: all zeros"
+    unwritten = dataclasses.replace(part, unwritten=[3], unwritten_by="reruns")
+    assert unwritten.conclusion.startswith("in this call, no kernel writes row 3")
+    assert len(unwritten.sentences()) == len({*unwritten.sentences()})
+
+
+def test_a_line_that_makes_the_output_right_says_more_than_the_size_of_the_error():
+    found = dataclasses.replace(
+        EXPLAINED, status="described", cause=None, explanations=[], precision=PRECISION
+    )
+    assert found.conclusion == CLAIM.text
+    assert dataclasses.replace(found, repair=None).conclusion == PRECISION.text
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ LATE = {"reads_tensors": False}  # tensors would wait for a GPU
     [
         ({"arguments": {"kv_cache_dtype": "fp8"}}, ["kv_cache_dtype"]),
         ({"block_size": 32}, ["block_size"]),
-        ({"key_cache": torch.empty(1, dtype=torch.uint8)}, ["key_cache"]),
+        ({"key_cache": torch.zeros(1, dtype=torch.uint8)}, ["key_cache"]),
         ({"arguments": {"kv_cache_dtype": "bfloat16"}}, []),
         ({"arguments": {"kv_cache_dtype": "fp8_e4m3"}, **FP8}, []),
         ({"arguments": {"kv_cache_dtype": "fp8_e5m2"}, **FP8}, ["kv_cache_dtype"]),
@@ -226,7 +226,6 @@ LATE = {"reads_tensors": False}  # tensors would wait for a GPU
         ({"sinks": None, "k_scale": torch.full((3, 2), 2.0), **LATE}, []),
         ({"v_scale": 1.0, **LATE}, ["v_scale"]),
     ],
-    ids=str,
 )
 def test_formats_windows_and_tensors_are_compared_by_their_meaning(given, names):
     assert [name for name, *_ in found(**given)] == names

@@ -171,8 +171,9 @@ def test_breaches_of_a_captured_call():
     assert violation.required == "bfloat16, float32"
 
 
-def test_splits_are_those_of_unified_attention():
-    """The number of splits equals that of reduce_segments; a batch with a prefill is not split."""
+def test_splits_are_those_of_the_kernels():
+    """The number of splits equals that of reduce_segments, or of the parts in the record of an op; a batch
+    with a prefill is not split."""
     case = hostile(op=UNIFIED, sinks=True, **DECODES)
     problem = make_problem(case)
     assert [splits(problem, seq) for seq in range(4)] == [1, 7, 10, 12]
@@ -181,6 +182,10 @@ def test_splits_are_those_of_unified_attention():
     assert splits(make_problem(hostile(op=UNIFIED, sinks=True)), 10) == 1
     problem = make_problem(hostile(sinks=True, **DECODES))
     assert [splits(problem, seq) for seq in range(4)] == [1, 1, 2, 3]
+    parts = hostile(
+        op="sglang_decode_attention", backend="library:sglang", sinks=True, num_splits=4, **DECODES
+    )
+    assert [splits(make_problem(parts), seq) for seq in range(4)] == [1, 4, 4, 4]
 
 
 CHUNKED = (
