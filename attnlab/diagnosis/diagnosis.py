@@ -630,6 +630,8 @@ class Diagnosis(Shown):
             known = [*self.observed, *self._unwritten_sentences(), *self._rule_sentences()]
             if known:
                 return _in_this_call(known[0])
+            if not self.candidates:
+                return "unexplained: no rule of attnlab reproduces what is wrong"
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""

@@ -56,6 +56,7 @@ def diagnose_write(
         wrong_rows=slots,
         wrong_heads=int(wrong.any(0).sum()),
         largest=float(difference[wrong].max()) if slots else 0.0,
+        observed=_foreign(pattern, right.token),
         looked_at=(len(wrong), len(wrong)),
         unknown=_unknown(call, right),
     )
@@ -84,6 +85,20 @@ def _place(
         f"{float(difference[worst].max()):.4g} as stored"
     )
     return Fact("slots", text, values={"slots": slots.tolist()})
+
+
+def _foreign(pattern: Pattern, token: torch.Tensor) -> tuple[str, ...]:
+    """Return in words how many slots of no token are wrong that no rule reproduces, if there are any.
+
+    ``token``: the token of each slot, negative for none.
+    """
+    reproduced = {slot for fact in pattern.rules for slot in fact.values["slots"]}
+    wrong = {slot for fact in pattern.of("slots") for slot in fact.values["slots"]}
+    count = sum(int(token[slot]) < 0 for slot in wrong - reproduced)
+    if not count:
+        return ()
+    slots = "1 slot that holds" if count == 1 else f"{count} slots that hold"
+    return (f"{slots} none of its tokens changed",)
 
 
 def _slot(call: KernelCall, slot: int) -> str:

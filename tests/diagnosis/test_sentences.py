@@ -103,7 +103,7 @@ def test_what_was_measured_in_this_call_is_the_conclusion_of_an_unexplained_outp
     assert second == f"in this call, {facts[1]}"
     assert others[0].startswith("1 of 4 rows are wrong")
     without = dataclasses.replace(found, observed=())
-    assert without.sentences()[0] == "unexplained: none of 0 candidates explains the output"
+    assert without.sentences()[0] == "unexplained: no rule of attnlab reproduces what is wrong"
     fact = Fact(kind="zeros", where="row 3", what="all zeros", accounts_for=4)
     part = dataclasses.replace(without, pattern=Pattern(facts=(fact,), wrong_cells=9))
     assert part.conclusion == "in this call, row 3: all zeros"

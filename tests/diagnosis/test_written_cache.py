@@ -113,3 +113,15 @@ def test_nan_of_a_decoded_cache_does_not_show_that_nothing_was_written(contents,
     before = expected_write(call, Target.of(case)).before.to(call.buffer.dtype)
     pattern = diagnose_write(call, Target.of(case), output=before).pattern
     assert any("not written" in fact.what for fact in pattern.facts) == is_said
+
+
+def test_changes_of_slots_without_a_token_are_counted():
+    lab = Lab(device="cpu")
+    call = lab.call(CASE)
+    right = expected_write(call, Target.of(CASE))
+    output = lab.output(CASE.replace(backend="model")).clone()
+    empty = [int(slot) for slot in (right.token < 0).nonzero()[:2]]
+    output[empty] += 1
+    seen = diagnose_write(call, Target.of(CASE), output=output)
+    assert seen.status == "unexplained"
+    assert seen.conclusion == "in this call, 2 slots that hold none of its tokens changed"
