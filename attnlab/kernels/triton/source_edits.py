@@ -815,7 +815,7 @@ def _other_calls(node: ast.Call) -> Iterator[str]:
     if name == "tl.where" and len(arguments) == 3:
         condition, first, second = arguments
         yield from (f"({first})", f"({second})", f"tl.where({condition}, {second}, {first})")
-    if name.endswith("cdiv") and len(arguments) == 2:
+    if "cdiv" in name and len(arguments) == 2:
         yield f"(({arguments[0]}) // ({arguments[1]}))"
     if name == "float" and arguments == ["'-inf'"]:
         yield "0.0"

@@ -17,6 +17,7 @@ CAUSAL = "tl.where(rows[:, None] >= keys[None, :], q, float('-inf'))"
 # What a kernel has, what it should have, and the cost of the edit.
 FAULTS = [
     ("splits = length // parts", "splits = tl.cdiv(length, parts)", 1),
+    ("first = cdiv_fn(length, parts)", "first = length // parts", 1),
     ("p = tl.exp(m - new_m)", "p = tl.exp(new_m - m)", 1),
     ("s = tl.dot(k, q)", "s = tl.dot(q, k)", 1),
     ("s = -slope * d", "s = slope * d", 1),
