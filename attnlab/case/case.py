@@ -123,15 +123,13 @@ class CaseQuantities(CaseFields):
 
         Before an op that writes the cache, the cache holds only the context unless ``fill`` is given.
         """
-        overrides = {
+        overrides: dict[str, Any] = {
             "fill": self.fill or ("context_only" if self.spec.writes_cache else None),
             "block_table": self.block_table_dtype,
             "seq_lens": self.seq_lens_dtype,
             "query_start_loc": self.query_start_loc_dtype,
         }
-        given: dict[str, Any] = {
-            name: value for name, value in overrides.items() if value is not None
-        }
+        given = {name: value for name, value in overrides.items() if value is not None}
         return dataclasses.replace(STAGES[self.stage], **given)
 
     @property
@@ -144,10 +142,7 @@ class CaseQuantities(CaseFields):
         """Return the query heads that run, or None if all do."""
         if self.kv_head_range is None:
             return None
-        return range(
-            self.kv_head_range[0] * self.num_queries_per_kv,
-            self.kv_head_range[1] * self.num_queries_per_kv,
-        )
+        return range(*(head * self.num_queries_per_kv for head in self.kv_head_range))
 
     @property
     def query_rows(self) -> range | None:
@@ -155,7 +150,7 @@ class CaseQuantities(CaseFields):
         if self.seq_range is None:
             return None
         starts = self.lengths.token_start_loc
-        return range(starts[self.seq_range[0]], starts[self.seq_range[1]])
+        return range(*(starts[seq] for seq in self.seq_range))
 
     @property
     def is_fp8(self) -> bool:
@@ -392,8 +387,8 @@ def _check_layout(case: CaseQuantities) -> None:
 
 def _check_lengths(case: CaseQuantities) -> None:
     if (case.query_lens is None) != (case.ctx_lens is None):
-        missing = "query_lens" if case.query_lens is None else "ctx_lens"
-        other = "ctx_lens" if case.query_lens is None else "query_lens"
+        names = ("query_lens", "ctx_lens")
+        missing, other = names if case.query_lens is None else names[::-1]
         raise InvalidCase(f"{missing} must be given with {other}, got None")
     if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
         refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)

@@ -28,11 +28,6 @@ class ScaledCache:
     numbers: str
     mode: int
 
-    @property
-    def is_packed(self) -> bool:
-        """Answer whether two numbers share a byte."""
-        return self.numbers == "int4"
-
 
 FunctionName = tuple[str, str]  # module and name
 
@@ -91,7 +86,7 @@ class OpArgument:
     @property
     def is_packed(self) -> bool:
         """Answer whether the cache has two numbers in a byte."""
-        return self.cache is not None and self.cache.is_packed
+        return self.cache is not None and self.cache.numbers == "int4"
 
 
 NONE = "none"

@@ -106,11 +106,6 @@ def _confirmed(
     return dataclasses.replace(claim, subject=_SUBJECT), [proof.trial for proof in own]
 
 
-def is_repaired(trial: Trial, repair: Repair, run: Runner) -> bool:
-    """Answer whether a trial is right with an edit."""
-    return _TrialProof(case=trial.case, trial=trial, runner=run).accepts(repair)
-
-
 def _doubted(trial: Trial, ran: StateOutput, launches: list[LaunchLog]) -> set[object]:
     """Return the functions of launches that right states do not depend on, if outputs are wrong."""
     states = _states_target(trial, ran, launches)
@@ -479,7 +474,8 @@ def _is_explained(trial: Trial, claim: _Stated, run: Runner) -> bool:
     """Answer whether a claim explains a wrong trial, too; what is only described is not asked."""
     if isinstance(claim, StateClaim):
         return claim.scope in fitting_scopes(trial, claim.rule)
-    return not isinstance(claim, RepairClaim) or is_repaired(trial, claim.repair, run)
+    proof = _TrialProof(case=trial.case, trial=trial, runner=run)
+    return not isinstance(claim, RepairClaim) or proof.accepts(claim.repair)
 
 
 def _smaller(case: StateCase) -> Iterator[StateCase]:

@@ -13,7 +13,7 @@ from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import KV_CACHE_DTYPES, OPS, UNIFIED, VLLM_OPS, WRAPPER, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors import call_file
-from attnlab.tensors.cache import LAYOUTS, find_layout, to_x_split
+from attnlab.tensors.cache import LAYOUTS, find_layout, on_device, to_x_split
 from attnlab.tensors.call_file import copy_blocks, named_by
 from attnlab.tensors.visibility import Visibility
 
@@ -657,10 +657,7 @@ class KernelCall(Shown):
 
     def cpu(self) -> "KernelCall":
         """Return the call with its tensors on the CPU; itself if they are there."""
-        moved: dict[str, Any] = {
-            name: one.cpu() for name, one in self.tensors().items() if one.device.type != "cpu"
-        }
-        return dataclasses.replace(self, **moved) if moved else self
+        return on_device(self, "cpu")
 
     def with_named_blocks(self) -> "KernelCall":
         """Return the call with copies of only the blocks that its block table names, renumbered.
