@@ -142,12 +142,7 @@ _SENTENCES = {
     SlotState.UNKNOWN: "It is not known which sequence reads it, or what was written to it.",
 }
 # States of slots that hold no token, and of slots that hold a token that the reader does not expect.
-EMPTY = (
-    SlotState.FREED,
-    SlotState.UNWRITTEN,
-    SlotState.UNWRITTEN_TAIL,
-    SlotState.NEVER_MAPPED,
-)
+EMPTY = (SlotState.FREED, SlotState.UNWRITTEN, SlotState.UNWRITTEN_TAIL, SlotState.NEVER_MAPPED)
 FOREIGN = (SlotState.OTHER_POSITION, SlotState.OTHER_SEQUENCE)
 
 

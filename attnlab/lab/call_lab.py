@@ -6,6 +6,7 @@ options and layout. Runs of this Case get the call's own numbers; varied Cases a
 
 import dataclasses
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class CallLab(Lab):
         if batch_key(case) != batch_key(self.case):
             return Lab.batch(self, case)
         where = self.where(case)
-        make = lambda: on_device(self.own_batch, where)  # noqa: E731
+        make = partial(on_device, self.own_batch, where)
         return self.shared.get("batch", (batch_key(case), where), make)[0]
 
     def call(

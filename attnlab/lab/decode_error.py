@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.ops import PREFILL
 from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.dispatch import decide, serving
 
 if TYPE_CHECKING:
     from attnlab.contracts.violations import Violation
@@ -372,14 +371,6 @@ class DecodedError(Document, Shown):
         return sentences + refusal_sentences(self.refusal)
 
 
-def _kernel(case: Case, query_len: int) -> str:
-    """Return the kernel that computes the rows of a sequence with ``query_len`` new tokens."""
-    kernels = decide(case).kernels
-    if PREFILL in kernels and (query_len > 1 or kernels == (PREFILL,)):
-        return PREFILL
-    return next(name for name in reversed(kernels) if name != PREFILL)
-
-
 _NO_INDEX = (
     "text must hold an index like (5336, 0, 0), or 'index (5336, 0, 0)' with 'Mismatched elements: … / …' or "
     "'Greatest absolute difference: …', as torch.testing prints them, in any order"
@@ -461,9 +452,8 @@ def _place(found: ErrorText, case: Case) -> DecodedError:
     row, head, element = index
     seq, token = case.lengths.locate(row)
     query_len, ctx_len = case.lengths.query_lens[seq], case.lengths.ctx_lens[seq]
-    decode = decide(case).decode
-    source = case.spec.new_tokens_from
-    from_cache = source == "cache" or (query_len == 1 and decode is not None)
+    decision, source = decide(case), case.spec.new_tokens_from
+    from_cache = source == "cache" or (query_len == 1 and decision.decode is not None)
     position = ctx_len + token
     newest = (position, position // case.block_size, position % case.block_size)
     largest = _LARGEST_VALUE.get(case.distribution)
@@ -479,7 +469,7 @@ def _place(found: ErrorText, case: Case) -> DecodedError:
         token=token,
         query_len=query_len,
         ctx_len=ctx_len,
-        kernel=_kernel(case, query_len),
+        kernel=serving(decision.kernels, query_len)[-1],
         newest=newest if from_cache else None,
         largest_possible=None if largest is None else 2 * largest,
         platform=case.platform,

@@ -781,30 +781,26 @@ class Result(Shown):
         places = self.places()
         numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
         document = {
-            "case": dataclasses.asdict(self.case),
+            "case": self.case,
             "kernel": self.decision.kernels[-1],
-            "kernels": list(self.decision.kernels),
+            "kernels": self.decision.kernels,
             "backend": self.backend,
             "reasons": self.decision.reasons,
             "status": self.status,
             "error": self.error,
             **numbers,
-            "side_outputs": list(self.side_outputs),
-            "side_errors": self.side_errors,
-            "beyond_rounding": self.beyond_rounding,
+            **self._named("side_outputs", "side_errors", "beyond_rounding"),
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
-            "memory": self.memory,
-            "violations": [violation.to_dict() for violation in self.violations],
-            "launches": list(self.launches),
-            "wraps": list(self.wraps),
-            "outside": list(self.outside),
-            "alone": list(self.alone),
+            **self._named("memory", "violations", "launches", "wraps", "outside", "alone"),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }
         converted: dict[str, Any] = json_value(document)
         return converted
+
+    def _named(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
     def _place(self, place: Place) -> dict[str, Any]:
         """Return a place with the slot of the newest token, if the row reads it from the cache."""

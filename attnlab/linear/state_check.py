@@ -152,10 +152,7 @@ def _states_target(trial: Trial, ran: StateOutput, launches: list[LaunchLog]) ->
 
 
 def _fitting(
-    launches: list[LaunchLog],
-    contents: torch.Tensor,
-    own: torch.Tensor | None,
-    judge: Judge,
+    launches: list[LaunchLog], contents: torch.Tensor, own: torch.Tensor | None, judge: Judge
 ) -> TrialTarget | None:
     """Return the target that is the argument with some contents, [rows, heads, n], the last one that is
     written; ``own``: the tensor itself, if it is known."""
@@ -474,8 +471,9 @@ def _is_explained(trial: Trial, claim: _Stated, run: Runner) -> bool:
     """Answer whether a claim explains a wrong trial, too; what is only described is not asked."""
     if isinstance(claim, StateClaim):
         return claim.scope in fitting_scopes(trial, claim.rule)
-    proof = _TrialProof(case=trial.case, trial=trial, runner=run)
-    return not isinstance(claim, RepairClaim) or proof.accepts(claim.repair)
+    if not isinstance(claim, RepairClaim):
+        return True
+    return _TrialProof(case=trial.case, trial=trial, runner=run).accepts(claim.repair)
 
 
 def _smaller(case: StateCase) -> Iterator[StateCase]:

@@ -86,9 +86,7 @@ class MlaCase(Declared):
         "partial attentions: exact up to their dtype, or those of decode_attention_fwd",
     )
     output_scale: float | None = _prefill(
-        None,
-        Maybe(Number(), "not FP8"),
-        "the last merge writes FP8, divided by this",
+        None, Maybe(Number(), "not FP8"), "the last merge writes FP8, divided by this"
     )
     tokens_with_context: bool = _prefill(
         False, Flag(), "the last merge receives the number of tokens with context"

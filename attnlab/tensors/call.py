@@ -141,11 +141,7 @@ def _check_bias(bias: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: tor
 #
 # :meth:`attnlab.tensors.call.KernelCall.from_tensors` is the public entry.
 
-_FP8 = {
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e5m2: "fp8_e5m2",
-}
+_FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
