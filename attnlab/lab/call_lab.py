@@ -31,7 +31,7 @@ from attnlab.tensors.cache import (
     with_empty_slots,
 )
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.formats import written_format
+from attnlab.tensors.formats import same_numbers, written_format
 
 # What a Case does not set, or states in another way; all other fields of a call must be equal.
 _NOT_COMPARED = (
@@ -308,9 +308,7 @@ def _fill(call: KernelCall, case: Case) -> str:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Answer whether two tensors have equal numbers or bytes; NaN equals NaN."""
-    return one.shape == other.shape and bool(
-        ((one == other) | ((one != one) & (other != other))).all()
-    )
+    return one.shape == other.shape and bool(same_numbers(one, other).all())
 
 
 def _freed(call: KernelCall, case: Case) -> str:

@@ -67,7 +67,7 @@ from attnlab.lab.result import (
     traced,
 )
 from attnlab.tensors.cache import Batch, PagedCache, make_batch, make_cache
-from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call import KernelCall, check_shape
 from attnlab.tensors.case_call import make_call, make_output, visibility_of
 
 
@@ -566,16 +566,11 @@ def compare(
     """
     case, lab = as_case(case, **changes), lab or default_lab()
     call = lab.call(case)
-    for name in ("shape", "dtype"):
-        expected, got = getattr(call.output, name), getattr(output, name)
-        if got != expected:
-            raise InvalidCall(f"output must have {name} {_text(expected)}, got {_text(got)}")
+    check_shape("output", output, tuple(call.buffer.shape))
+    if output.dtype != call.buffer.dtype:
+        raise InvalidCall(f"output must have dtype {call.buffer.dtype}, got {output.dtype}")
     call.buffer.copy_(output)
     return lab.errors(case, call, lab.reference(case))
-
-
-def _text(value: object) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
 def decode_error(

@@ -82,7 +82,7 @@ from attnlab.tensors.formats import (
     store,
     written_format,
 )
-from attnlab.tensors.quantised import Formats
+from attnlab.tensors.quantised import FP8_DTYPES, Formats
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
 # The oracle: attention in float32 or float64 on the stored bytes.
@@ -433,7 +433,7 @@ class Rounding:
 
     def _of_fp8_query(self, target: Target, kernels: Sequence[str], formats: Formats) -> "Rounding":
         """Return the rounding of a call with its query in FP8; itself for another query."""
-        if not formats.has_fp8_query:
+        if formats.query not in FP8_DTYPES:
             return self
         found = self
         if "fp8" in _alone(kernels):

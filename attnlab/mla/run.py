@@ -417,10 +417,9 @@ def planted_fault(case: MlaCase, name: str | None) -> Fault:
         return SOUND
     if name not in MLA_FAULTS:
         refuse("fault", f"one of {', '.join(MLA_FAULTS)}", name)
-    if MLA_FAULTS[name] not in faults_of(case):
-        refuse(
-            "fault", f"one of {', '.join(one.name for one in faults_of(case))} for this case", name
-        )
+    possible = [one.name for one in faults_of(case)]
+    if name not in possible:
+        refuse("fault", f"one of {', '.join(possible)} for this case", name)
     return MLA_FAULTS[name]
 
 

@@ -369,13 +369,10 @@ def _runs(
                 yield int(some_rows[0]), some
 
 
-def _widened(tensor: torch.Tensor, most_bytes: int = 16) -> torch.Tensor:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view with wider elements, each of several elements of ``tensor``'s last dimension."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
-    for size, dtype in _CARRIERS.items():
-        if size <= most_bytes and row_bytes % size == 0:
-            return tensor.view(dtype)
-    raise AssertionError("unreachable: a row is a multiple of one byte")
+    return tensor.view(next(dtype for size, dtype in _CARRIERS.items() if row_bytes % size == 0))
 
 
 def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
