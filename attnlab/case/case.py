@@ -227,11 +227,11 @@ class CaseQuantities(CaseFields):
         return self.atol is not None or self.rtol > 0
 
 
-_Rules = Iterator[tuple[str, bool, str]]
+_Rules = Iterator[tuple[str, bool, str]]  # as of Declared._rules
 
 
 def _mask_rules(case: CaseQuantities) -> _Rules:
-    """Yield that the op has the mask, that other fields allow it, and that its data fit the lengths."""
+    """Yield the rules of the mask: the op has it, other fields allow it, and its data fit the lengths."""
     mask, of_mask = MASKS[case.mask], f"with mask {case.mask}"
     if not mask.is_in(case.op, case.release):
         names = (name for name, other in MASKS.items() if other.is_in(case.op, case.release))
@@ -314,7 +314,7 @@ def _head_rules(case: CaseQuantities) -> _Rules:
 
 
 def _backend_rules(case: CaseQuantities) -> _Rules:
-    """Yield that the op runs on the backend, the platform and the release."""
+    """Yield the rules by which the op runs on the backend, the platform and the release."""
     op, of_op = case.spec, f"with op {case.op}"
     has_plugins = op.library != "vllm" or "model" in op.backends
     if case.backend not in op.backends and not (is_plugin(case.backend) and has_plugins):
@@ -330,7 +330,7 @@ def _backend_rules(case: CaseQuantities) -> _Rules:
 
 
 def _subset_rules(case: CaseQuantities) -> _Rules:
-    """Yield the limits of the ranges of KV heads and sequences."""
+    """Yield the rules of the ranges of KV heads and sequences."""
     num_seqs = len(case.query_lens) if case.query_lens is not None else case.num_seqs
     limits = {
         "kv_head_range": (case.num_kv_heads, "the KV heads"),
@@ -351,7 +351,7 @@ def _takes_layouts(case: CaseQuantities) -> bool:
 
 
 def _layout_rules(case: CaseQuantities) -> _Rules:
-    """Yield strides and padding, which backends with compiled ops do not all support."""
+    """Yield the rules of strides and padding, which backends with compiled ops do not all support."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         is_other = getattr(case, name) != plain and not _takes_layouts(case)
         yield name, is_other, f"{plain} with backend {case.backend}"
@@ -420,7 +420,7 @@ def _check_block_table(
 
 
 def _op_rules(case: CaseQuantities) -> _Rules:
-    """Yield the fields that only some ops accept: the signatures of the others have no argument for them."""
+    """Yield the rules of fields that only some ops accept: the others have no argument for them."""
     op, of_op = case.spec, f"with {case.op}"
     if not op.prefill and set(case.lengths.query_lens) != {1}:
         allowed = f"1 everywhere {of_op}, which has no prefill"
@@ -453,7 +453,7 @@ def _split_rules(case: CaseQuantities) -> _Rules:
 
 
 def _interleave_rules(case: CaseQuantities) -> _Rules:
-    """Yield that op, release and block size support interleaved values."""
+    """Yield the rules by which op, release and block size support interleaved values."""
     if not case.interleave_v:
         return
     has_none = case.release not in case.spec.interleave_v_releases
@@ -464,7 +464,7 @@ def _interleave_rules(case: CaseQuantities) -> _Rules:
 
 
 def _argument_rules(case: CaseQuantities) -> _Rules:
-    """Yield that the op has the argument, and that the other fields are those that it needs."""
+    """Yield the rules of the op argument: the op has it, and the other fields are those that it needs."""
     name = case.op_argument
     if name == NONE:
         return

@@ -180,25 +180,23 @@ class PlainCall:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         key, value = self._new_tokens(op, value_cache, query_lens)
         return {
+            **{
+                name: getattr(self, name) for name in ("query", "output", "block_table", "seq_lens")
+            },
             "op": op.name,
-            "query": self.query,
             "key": key,
             "value": value,
-            "output": self.output,
             "kv_cache_dtype": kv_cache_dtype,
             "key_cache": key_cache,
             "value_cache": value_cache,
-            "block_table": self.block_table,
             "query_start_loc": starts,
-            "seq_lens": self.seq_lens,
             "layout": layout,
             "new_tokens": "in the cache" if self.key is None else "given",
         }
 
     def _check_tensors(self) -> None:
         """Check types, devices and the shapes that do not depend on the layout."""
-        check_tensor("query", self.query)
-        for name in ("key_cache", "value_cache", "block_table", "seq_lens"):
+        for name in ("query", "key_cache", "value_cache", "block_table", "seq_lens"):
             check_tensor(name, getattr(self, name))
         for name in ("key_cache", "value_cache", "key", "value", "output"):
             if getattr(self, name) is not None:
@@ -211,8 +209,7 @@ class PlainCall:
         if self.op is not None and self.op not in OPS:
             raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
         if (self.key is None) != (self.value is None):
-            missing = "key" if self.key is None else "value"
-            other = "value" if self.key is None else "key"
+            missing, other = ("key", "value") if self.key is None else ("value", "key")
             raise InvalidCall(f"{missing} must be given with {other}, got None")
         if self.key is not None:
             check_dims("key", self.key, 3)
