@@ -8,7 +8,7 @@ import dataclasses
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -123,15 +123,13 @@ class CaseQuantities(CaseFields):
 
         Before an op that writes the cache, the cache holds only the context unless ``fill`` is given.
         """
-        overrides = {
+        overrides: dict[str, Any] = {
             "fill": self.fill or ("context_only" if self.spec.writes_cache else None),
             "block_table": self.block_table_dtype,
             "seq_lens": self.seq_lens_dtype,
             "query_start_loc": self.query_start_loc_dtype,
         }
-        given: dict[str, Any] = {
-            name: value for name, value in overrides.items() if value is not None
-        }
+        given = {name: value for name, value in overrides.items() if value is not None}
         return dataclasses.replace(STAGES[self.stage], **given)
 
     @property
@@ -144,10 +142,7 @@ class CaseQuantities(CaseFields):
         """Return the query heads that run, or None if all do."""
         if self.kv_head_range is None:
             return None
-        return range(
-            self.kv_head_range[0] * self.num_queries_per_kv,
-            self.kv_head_range[1] * self.num_queries_per_kv,
-        )
+        return range(*(head * self.num_queries_per_kv for head in self.kv_head_range))
 
     @property
     def query_rows(self) -> range | None:
@@ -155,7 +150,7 @@ class CaseQuantities(CaseFields):
         if self.seq_range is None:
             return None
         starts = self.lengths.token_start_loc
-        return range(starts[self.seq_range[0]], starts[self.seq_range[1]])
+        return range(*(starts[seq] for seq in self.seq_range))
 
     @property
     def is_fp8(self) -> bool:
@@ -232,27 +227,25 @@ class CaseQuantities(CaseFields):
         return self.atol is not None or self.rtol > 0
 
 
-def check_mask(case: CaseQuantities) -> None:
-    """Raise InvalidCase unless the op has the mask, other fields allow it, and its data fit the lengths."""
-    mask = MASKS[case.mask]
+_Rules = Iterator[tuple[str, bool, str]]  # as of Declared._rules
+
+
+def _mask_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules of the mask: the op has it, other fields allow it, and its data fit the lengths."""
+    mask, of_mask = MASKS[case.mask], f"with mask {case.mask}"
     if not mask.is_in(case.op, case.release):
         names = (name for name, other in MASKS.items() if other.is_in(case.op, case.release))
-        refuse("mask", f"{' or '.join(names)} with {case.op} of vLLM {case.release}", case.mask)
+        yield "mask", True, f"{' or '.join(names)} with {case.op} of vLLM {case.release}"
     for name in MASK_DATA:
-        if name != mask.data and getattr(case, name) is not None:
-            refuse(name, f"none with mask {case.mask}", getattr(case, name))
+        yield name, name != mask.data and getattr(case, name) is not None, f"none {of_mask}"
     if case.mask == CAUSAL:
         return
-    if mask.needs_window and not case.sliding_window:
-        refuse("sliding_window", f"at least 1 with mask {case.mask}", case.sliding_window)
-    if case.alibi and case.op in (WRAPPER, PREFILL):
-        # context_attention_fwd asserts it in every release that has causal (prefix_prefill.py, 0.20.2 on)
-        allowed = f"false with mask {case.mask}, which {case.op} rejects with ALiBi"
-        refuse("alibi", allowed, case.alibi)
-    if case.freed != "kept" and mask.sees_beyond_window:
-        refuse(
-            "freed", f"kept with mask {case.mask}, which sees keys before the window", case.freed
-        )
+    yield "sliding_window", mask.needs_window and not case.sliding_window, f"at least 1 {of_mask}"
+    # context_attention_fwd asserts it in every release that has causal (prefix_prefill.py, 0.20.2 on)
+    is_refused = case.alibi and case.op in (WRAPPER, PREFILL)
+    yield "alibi", is_refused, f"false {of_mask}, which {case.op} rejects with ALiBi"
+    is_seen = case.freed != "kept" and mask.sees_beyond_window
+    yield "freed", is_seen, f"kept {of_mask}, which sees keys before the window"
     _check_data(case)
 
 
@@ -313,48 +306,31 @@ def _check_tree(case: CaseQuantities, parents: tuple[int, ...]) -> None:
 # it.
 
 
-def check_rules(case: CaseQuantities) -> None:
-    """Raise InvalidCase if two fields contradict each other; its ``field`` is one of them."""
-    _check_heads(case)
-    _check_backend(case)
-    _check_subset(case)
-    _check_layout(case)
-    _check_lengths(case)
-    _check_cache(case)
-    _check_op(case)
-    check_mask(case)
-    _check_splits(case)
-    _check_interleaved(case)
-    _check_op_argument(case)
+def _head_rules(case: CaseQuantities) -> _Rules:
+    is_uneven = case.num_heads % case.num_queries_per_kv > 0
+    yield "num_queries_per_kv", is_uneven, f"a divisor of num_heads ({case.num_heads})"
+    # [blocks, KV heads, head_size / x, block_size, x]
+    yield "head_size", case.head_size % case.key_x > 0, f"a multiple of x ({case.key_x})"
 
 
-def _check_heads(case: CaseQuantities) -> None:
-    if case.num_heads % case.num_queries_per_kv:
-        allowed = f"a divisor of num_heads ({case.num_heads})"
-        refuse("num_queries_per_kv", allowed, case.num_queries_per_kv)
-    if case.head_size % case.key_x:  # [blocks, KV heads, head_size / x, block_size, x]
-        refuse("head_size", f"a multiple of x ({case.key_x})", case.head_size)
-
-
-def _check_backend(case: CaseQuantities) -> None:
-    """Check that the op runs on the backend, the platform and the release."""
-    op = case.spec
+def _backend_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules by which the op runs on the backend, the platform and the release."""
+    op, of_op = case.spec, f"with op {case.op}"
     has_plugins = op.library != "vllm" or "model" in op.backends
     if case.backend not in op.backends and not (is_plugin(case.backend) and has_plugins):
-        if case.backend == "vllm-cpu":
-            names = (name for name, other in OPS.items() if case.backend in other.backends)
-            refuse("op", f"{' or '.join(names)} with backend {case.backend}", case.op)
-        refuse("backend", f"{' or '.join(op.backends)} with op {case.op}", case.backend)
-    if op.platforms is not None and case.platform not in op.platforms:
-        refuse("platform", f"{' or '.join(op.platforms)} with op {case.op}", case.platform)
-    if case.release not in op.releases:
-        refuse("release", f"{' or '.join(op.releases)} with op {case.op}", case.release)
-    if case.trace_reads and case.backend not in ("rocm", "vllm") and not is_plugin(case.backend):
-        refuse("trace_reads", f"false with backend {case.backend}", case.trace_reads)
+        names = (name for name, other in OPS.items() if case.backend in other.backends)
+        is_cpu = case.backend == "vllm-cpu"
+        yield "op", is_cpu, f"{' or '.join(names)} with backend {case.backend}"
+        yield "backend", True, f"{' or '.join(op.backends)} {of_op}"
+    if op.platforms is not None:
+        yield "platform", case.platform not in op.platforms, f"{' or '.join(op.platforms)} {of_op}"
+    yield "release", case.release not in op.releases, f"{' or '.join(op.releases)} {of_op}"
+    traces = case.backend in ("rocm", "vllm") or is_plugin(case.backend)
+    yield "trace_reads", case.trace_reads and not traces, f"false with backend {case.backend}"
 
 
-def _check_subset(case: CaseQuantities) -> None:
-    """Check the ranges of KV heads and sequences."""
+def _subset_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules of the ranges of KV heads and sequences."""
     num_seqs = len(case.query_lens) if case.query_lens is not None else case.num_seqs
     limits = {
         "kv_head_range": (case.num_kv_heads, "the KV heads"),
@@ -364,12 +340,9 @@ def _check_subset(case: CaseQuantities) -> None:
         span = getattr(case, name)
         if span is None:
             continue
-        if case.backend != "vllm":
-            refuse(name, f"none with backend {case.backend}, which runs all", span)
-        if not case.spec.attends_to_cache:
-            refuse(name, f"none with {case.op}, which runs all", span)
-        if span[1] > limit:
-            refuse(name, f"at most 0:{limit}, {noun}", span)
+        yield name, case.backend != "vllm", f"none with backend {case.backend}, which runs all"
+        yield name, not case.spec.attends_to_cache, f"none with {case.op}, which runs all"
+        yield name, span[1] > limit, f"at most 0:{limit}, {noun}"
 
 
 def _takes_layouts(case: CaseQuantities) -> bool:
@@ -377,26 +350,26 @@ def _takes_layouts(case: CaseQuantities) -> bool:
     return case.backend in ("model", "vllm", "cuda") or is_plugin(case.backend)
 
 
-def _check_layout(case: CaseQuantities) -> None:
-    """Check strides and padding, which backends with compiled ops do not all support."""
+def _layout_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules of strides and padding, which backends with compiled ops do not all support."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
-        if not _takes_layouts(case) and getattr(case, name) != plain:
-            refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
-    if case.kv_layout != "contiguous" and not case.spec.strided:
-        refuse("kv_layout", f"contiguous with {case.op}", case.kv_layout)
+        is_other = getattr(case, name) != plain and not _takes_layouts(case)
+        yield name, is_other, f"{plain} with backend {case.backend}"
+    is_strided = case.kv_layout != "contiguous"
+    yield "kv_layout", is_strided and not case.spec.strided, f"contiguous with {case.op}"
     # In x-split caches the heads precede the slots anyway; decode_attention_fwd states "Assume (...,
     # PAGE_SIZE, NUM_HEADS, HEAD_DIM)" where it takes the strides (triton_decode_attention.py).
-    if case.kv_layout == "HND" and not case.spec.hnd:
-        refuse("kv_layout", f"contiguous or fused with {case.op}", case.kv_layout)
+    is_hnd = case.kv_layout == "HND"
+    yield "kv_layout", is_hnd and not case.spec.hnd, f"contiguous or fused with {case.op}"
 
 
-def _check_lengths(case: CaseQuantities) -> None:
+def _length_rules(case: CaseQuantities) -> _Rules:
     if (case.query_lens is None) != (case.ctx_lens is None):
-        missing = "query_lens" if case.query_lens is None else "ctx_lens"
-        other = "ctx_lens" if case.query_lens is None else "query_lens"
+        names = ("query_lens", "ctx_lens")
+        missing, other = names if case.query_lens is None else names[::-1]
         raise InvalidCase(f"{missing} must be given with {other}, got None")
-    if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
-        refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)
+    count = len(case.query_lens or ())
+    yield "ctx_lens", count != len(case.ctx_lens or ()), f"as long as query_lens ({count})"
     room = case.blocks_per_seq * case.block_size
     for i, seq_len in enumerate(case.lengths.seq_lens):
         if seq_len > room:
@@ -404,35 +377,29 @@ def _check_lengths(case: CaseQuantities) -> None:
             raise InvalidCase(f"seq_lens[{i}] must be at most {room} ({blocks}), got {seq_len}")
 
 
-def _check_cache(case: CaseQuantities) -> None:
+def _cache_rules(case: CaseQuantities) -> _Rules:
     num_seqs = len(case.lengths.query_lens)
     if case.block_table is not None:
         _check_block_table(case, case.block_table, num_seqs)
     else:
         needed = case.first_block + num_seqs * case.blocks_per_seq
-        if case.total_blocks < needed:
-            reason = f"{num_seqs} sequences of {case.blocks_per_seq} blocks"
-            reason += f" after first_block {case.first_block}" if case.first_block else ""
-            refuse("num_blocks", f"at least {needed} ({reason})", case.num_blocks)
-    if case.freed != "kept" and not (case.spec.attends_to_cache and case.sliding_window):
-        refuse("freed", f"kept with {case.op} and sliding_window {case.sliding_window}", case.freed)
-    if case.first_block:
-        _check_first_block(case)
-    if not case.is_fp8 and case.cache_write == "numeric":
-        refuse("cache_write", "scaled unless kv_cache_dtype is fp8", case.cache_write)
-    if not case.is_fp8 and case.cache_format is not None:
-        refuse("cache_format", "none unless kv_cache_dtype is fp8", case.cache_format)
-
-
-def _check_first_block(case: CaseQuantities) -> None:
-    """Refuse untouched blocks if something copies the whole cache, or a block table is given."""
-    for name, conflicts in (
-        ("op", not case.spec.attends_to_cache),
-        ("backend", not _takes_layouts(case)),
-        ("block_table", case.block_table is not None),
-    ):
-        if conflicts:
-            refuse("first_block", f"0 with {name} {getattr(case, name)}", case.first_block)
+        reason = f"{num_seqs} sequences of {case.blocks_per_seq} blocks"
+        reason += f" after first_block {case.first_block}" if case.first_block else ""
+        yield "num_blocks", case.total_blocks < needed, f"at least {needed} ({reason})"
+    frees = case.spec.attends_to_cache and case.sliding_window
+    allowed = f"kept with {case.op} and sliding_window {case.sliding_window}"
+    yield "freed", case.freed != "kept" and not frees, allowed
+    if case.first_block:  # not if something copies the whole cache, or a block table is given
+        conflicts = {
+            "op": not case.spec.attends_to_cache,
+            "backend": not _takes_layouts(case),
+            "block_table": case.block_table is not None,
+        }
+        for name, is_wrong in conflicts.items():
+            yield "first_block", is_wrong, f"0 with {name} {getattr(case, name)}"
+    is_numeric, has_format = case.cache_write == "numeric", case.cache_format is not None
+    yield "cache_write", is_numeric and not case.is_fp8, "scaled unless kv_cache_dtype is fp8"
+    yield "cache_format", has_format and not case.is_fp8, "none unless kv_cache_dtype is fp8"
 
 
 def _check_block_table(
@@ -452,87 +419,80 @@ def _check_block_table(
                 refuse(name, f"other than block_table[{row_of}][{column}]", block)
 
 
-def _check_op(case: CaseQuantities) -> None:
-    """Check the fields that only some ops accept: the signatures of the others have no argument for them."""
-    op, query_lens = case.spec, case.lengths.query_lens
-    if not op.prefill and set(query_lens) != {1}:
-        refuse("query_lens", f"1 everywhere with {case.op}, which has no prefill", query_lens)
+def _op_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules of fields that only some ops accept: the others have no argument for them."""
+    op, of_op = case.spec, f"with {case.op}"
+    if not op.prefill and set(case.lengths.query_lens) != {1}:
+        allowed = f"1 everywhere {of_op}, which has no prefill"
+        refuse("query_lens", allowed, case.lengths.query_lens)
     if not op.context and any(case.lengths.ctx_lens):
-        allowed = f"0 everywhere with {case.op}, which has no context"
-        refuse("ctx_lens", allowed, case.lengths.ctx_lens)
-    if case.sliding_window and not op.sliding_window:
-        refuse("sliding_window", f"0 with {case.op}", case.sliding_window)
-    if 0 < case.sliding_window < op.min_window:
-        allowed = f"0 or at least {op.min_window} with {case.op}"
-        refuse("sliding_window", allowed, case.sliding_window)
-    if case.freed != "kept" and not op.frees_blocks:
-        refuse("freed", f"kept with {case.op}, whose caller removes freed blocks", case.freed)
-    if case.alibi and not op.alibi:
-        refuse("alibi", f"false with {case.op}", case.alibi)
-    if case.sinks and not op.sinks:
-        refuse("sinks", f"false with {case.op}", case.sinks)
-    if case.softcap is not None and not op.softcap:
-        refuse("softcap", f"none with {case.op}", case.softcap)
-    if case.kv_cache_dtype not in op.kv_cache_dtypes:
-        allowed = f"one of {', '.join(op.kv_cache_dtypes)} with {case.op}"
-        refuse("kv_cache_dtype", allowed, case.kv_cache_dtype)
+        refuse("ctx_lens", f"0 everywhere {of_op}, which has no context", case.lengths.ctx_lens)
+    window = case.sliding_window
+    yield "sliding_window", window > 0 and not op.sliding_window, f"0 {of_op}"
+    is_small = 0 < window < op.min_window
+    yield "sliding_window", is_small, f"0 or at least {op.min_window} {of_op}"
+    is_freed = case.freed != "kept" and not op.frees_blocks
+    yield "freed", is_freed, f"kept {of_op}, whose caller removes freed blocks"
+    yield "alibi", case.alibi and not op.alibi, f"false {of_op}"
+    yield "sinks", case.sinks and not op.sinks, f"false {of_op}"
+    yield "softcap", case.softcap is not None and not op.softcap, f"none {of_op}"
+    formats = op.kv_cache_dtypes
+    is_other = case.kv_cache_dtype not in formats
+    yield "kv_cache_dtype", is_other, f"one of {', '.join(formats)} {of_op}"
 
 
-def _check_splits(case: CaseQuantities) -> None:
+def _split_rules(case: CaseQuantities) -> _Rules:
     if case.num_splits is None:
         return
     op, splits = case.spec, case.num_splits
-    if not op.num_splits:
-        refuse("num_splits", f"none with {case.op}", splits)
-    if splits < op.min_splits:
-        refuse("num_splits", f"at least {op.min_splits} with {case.op}", splits)
+    yield "num_splits", not op.num_splits, f"none with {case.op}"
+    yield "num_splits", splits < op.min_splits, f"at least {op.min_splits} with {case.op}"
     # reduce_segments has tl.arange(0, NUM_SEGMENTS_PER_SEQ), whose range must be a power of two.
-    if op.splits_are_powers_of_two and splits & (splits - 1):
-        refuse("num_splits", f"0 or a power of two with {case.op}", splits)
+    is_other = op.splits_are_powers_of_two and splits & (splits - 1) > 0
+    yield "num_splits", is_other, f"0 or a power of two with {case.op}"
 
 
-def _check_interleaved(case: CaseQuantities) -> None:
-    """Check that op, release and block size support interleaved values."""
+def _interleave_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules by which op, release and block size support interleaved values."""
     if not case.interleave_v:
         return
-    if case.release not in case.spec.interleave_v_releases:
-        refuse("interleave_v", f"false with {case.op} of vLLM {case.release}", True)
+    has_none = case.release not in case.spec.interleave_v_releases
+    yield "interleave_v", has_none, f"false with {case.op} of vLLM {case.release}"
     pack = 16 if case.is_fp8 else 8 if case.dtype != "float32" else 4
-    if case.block_size % pack:  # [blocks, KV heads, block_size / pack, head_size, pack]
-        refuse("block_size", f"a multiple of {pack} with interleave_v", case.block_size)
+    # [blocks, KV heads, block_size / pack, head_size, pack]
+    yield "block_size", case.block_size % pack > 0, f"a multiple of {pack} with interleave_v"
 
 
-def _check_op_argument(case: CaseQuantities) -> None:
-    """Check that the op has the argument, and that the other fields are those that it needs."""
+def _argument_rules(case: CaseQuantities) -> _Rules:
+    """Yield the rules of the op argument: the op has it, and the other fields are those that it needs."""
     name = case.op_argument
     if name == NONE:
         return
-    argument = OP_ARGUMENTS[name]
+    argument, of_name = OP_ARGUMENTS[name], f"with op_argument {name}"
     if case.op not in argument.ops:
         names = (other.name for other in OP_ARGUMENTS.values() if case.op in other.ops)
-        refuse("op_argument", f"{', '.join((NONE, *names))} with {case.op}", name)
-    if case.backend != "vllm" and case.spec.library == "vllm":
-        refuse("op_argument", f"{NONE} with backend {case.backend}", name)
-    _check_needs(case, argument)
-    if case.mask in argument.refused_masks:
-        masks = ", ".join(mask for mask in MASKS if mask not in argument.refused_masks)
-        refuse("mask", f"one of {masks} with op_argument {name}: {argument.refusal}", case.mask)
-    least, even = argument.least_head_size, "even, " if argument.is_packed else ""
-    if case.head_size < least or (argument.is_packed and case.head_size % 2):
-        refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
-    if name == "head_major_packed" and case.block_size % case.key_x:
-        refuse("block_size", f"a multiple of {case.key_x} with op_argument {name}", case.block_size)
-    if case.kv_head_range is not None or case.seq_range is not None:
-        refuse("op_argument", f"{NONE} for a part of a call", name)
-
-
-def _check_needs(case: CaseQuantities, argument: OpArgument) -> None:
-    """Check the fields that an op argument needs; those of the cache only if the op gets one."""
-    for other, needed in argument.needs.items():
-        value = getattr(case, other)
+        yield "op_argument", True, f"{', '.join((NONE, *names))} with {case.op}"
+    is_other = case.backend != "vllm" and case.spec.library == "vllm"
+    yield "op_argument", is_other, f"{NONE} with backend {case.backend}"
+    for other, needed in argument.needs.items():  # those of the cache only if the op gets one
         has_field = other != "kv_cache_dtype" or case.spec.cache_layout is not None
-        if has_field and value != needed:
-            refuse(other, f"{needed} with op_argument {argument.name}", value)
+        yield other, has_field and getattr(case, other) != needed, f"{needed} {of_name}"
+    masks = ", ".join(mask for mask in MASKS if mask not in argument.refused_masks)
+    is_refused = case.mask in argument.refused_masks
+    yield "mask", is_refused, f"one of {masks} {of_name}: {argument.refusal}"
+    least, even = argument.least_head_size, "even, " if argument.is_packed else ""
+    is_odd = argument.is_packed and case.head_size % 2 > 0
+    yield "head_size", case.head_size < least or is_odd, f"{even}at least {least} {of_name}"
+    is_uneven = name == "head_major_packed" and case.block_size % case.key_x > 0
+    yield "block_size", is_uneven, f"a multiple of {case.key_x} {of_name}"
+    is_part = case.kv_head_range is not None or case.seq_range is not None
+    yield "op_argument", is_part, f"{NONE} for a part of a call"
+
+
+_RULES = (
+    *(_head_rules, _backend_rules, _subset_rules, _layout_rules, _length_rules, _cache_rules),
+    *(_op_rules, _mask_rules, _split_rules, _interleave_rules, _argument_rules),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -546,10 +506,8 @@ class Case(Declared, CaseQuantities):
 
     _command = "run"
 
-    def __post_init__(self) -> None:
-        """Check every field by its type, then the rules between fields; raise InvalidCase."""
-        Declared.__post_init__(self)
-        check_rules(self)
+    def _rules(self) -> _Rules:
+        return (rule for rules in _RULES for rule in rules(self))
 
     def reduced(self) -> "Case":
         """Return the Case of a smaller draw: 8 heads, or those of one KV head if more; lengths up to 128."""

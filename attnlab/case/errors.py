@@ -85,18 +85,8 @@ class VerdictFailed(OneLine, AttnLabError, AssertionError):
 # The extra of pyproject.toml that installs each package that code of attnlab imports.
 _PACKAGES = {
     "lab": (
-        "IPython",
-        "anywidget",
-        "ipykernel",
-        "ipywidgets",
-        "jinja2",
-        "matplotlib",
-        "nbclient",
-        "nbconvert",
-        "nbformat",
-        "papermill",
-        "pygments",
-        "traitlets",
+        *("IPython", "anywidget", "ipykernel", "ipywidgets", "jinja2", "matplotlib"),
+        *("nbclient", "nbconvert", "nbformat", "papermill", "pygments", "traitlets"),
     ),
     "triton": ("triton",),
     "vllm": ("vllm",),

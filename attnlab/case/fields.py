@@ -472,9 +472,11 @@ class Declared:
 
     def changes(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
-        fields = self.__dataclass_fields__.items()
-        values = {name: getattr(self, name) for name, one in fields}
-        return {name: values[name] for name, one in fields if values[name] != one.default}
+        return {
+            name: value
+            for name, one in self.__dataclass_fields__.items()
+            if (value := getattr(self, name)) != one.default
+        }
 
     def replace(self, **changes: Any) -> Self:
         """Return the object with ``changes``; raise InvalidCase as the constructor does."""

@@ -238,14 +238,11 @@ def _assigned(source: str) -> dict[str, Any]:
     except SyntaxError:
         return found
     for statement in statements:
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        elif isinstance(statement, ast.Assign):
-            targets = statement.targets
-        for target in targets:
-            if isinstance(target, ast.Name) and isinstance(statement, ast.Assign | ast.AnnAssign):
-                found[target.id] = _literal(statement.value)
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            several = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in several:
+                if isinstance(target, ast.Name):
+                    found[target.id] = _literal(statement.value)
     return found
 
 

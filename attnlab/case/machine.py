@@ -44,11 +44,7 @@ def _control_groups(proc: Path, cgroups: Path) -> Iterator[int]:
             if controllers == "":
                 names, folder = ("memory.max", "memory.current", "inactive_file"), cgroups
             elif "memory" in controllers.split(","):
-                names = (
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                    "total_inactive_file",
-                )
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
                 folder = cgroups / "memory"
             else:
                 continue

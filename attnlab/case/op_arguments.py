@@ -28,11 +28,6 @@ class ScaledCache:
     numbers: str
     mode: int
 
-    @property
-    def is_packed(self) -> bool:
-        """Answer whether two numbers share a byte."""
-        return self.numbers == "int4"
-
 
 FunctionName = tuple[str, str]  # module and name
 
@@ -91,12 +86,11 @@ class OpArgument:
     @property
     def is_packed(self) -> bool:
         """Answer whether the cache has two numbers in a byte."""
-        return self.cache is not None and self.cache.is_packed
+        return self.cache is not None and self.cache.numbers == "int4"
 
 
 NONE = "none"
 NO_ARGUMENT = OpArgument(name=NONE, ops=(), summary="the op's own defaults")
-_INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
 _INT4_NAME = "INT4_PER_TOKEN_HEAD"
 _SCALED = Needs(own=("kv_quant_mode", "k_scale_cache", "v_scale_cache"))
 _SEGMENTS = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
@@ -140,7 +134,7 @@ _ALL = (
         ops=(UNIFIED, DECODE_FWD, WRITE),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
-        cache=ScaledCache(numbers="int8", mode=_INT8),
+        cache=ScaledCache(numbers="int8", mode=2),
         requires={UNIFIED: _SCALED, WRITE: Needs(function=WRITE_SCALED)},
     ),
     OpArgument(
@@ -148,7 +142,7 @@ _ALL = (
         ops=(UNIFIED, WRITE),
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps",
         needs={"kv_cache_dtype": "auto"},
-        cache=ScaledCache(numbers="fp8", mode=_FP8),
+        cache=ScaledCache(numbers="fp8", mode=3),
         has_fp8=True,
         requires={UNIFIED: _SCALED, WRITE: Needs(function=WRITE_SCALED)},
     ),
@@ -157,7 +151,7 @@ _ALL = (
         ops=(UNIFIED, WRITE),
         summary="the cache is INT4, rotated, with a scale and a zero point per token and KV head",
         needs={"kv_cache_dtype": "auto"},
-        cache=ScaledCache(numbers="int4", mode=_INT4),
+        cache=ScaledCache(numbers="int4", mode=4),
         least_head_size=2,
         refused_masks=("bidirectional", "causal_by_sequence"),
         refusal="unified_attention of vLLM 0.33.0 refuses others (triton_unified_attention.py, line 885)",

@@ -305,10 +305,6 @@ _ALIBI = ("op", "device", "kv_cache_dtype", "dtype", *_SHAPE)
 _PLAIN = ("op", "sliding_window", "device", "kv_cache_dtype", "dtype", *_SHAPE)
 
 
-def _always(text: str) -> Callable[[Values], str]:
-    return lambda values: text
-
-
 def _prefix_prefill(parameters: tuple[str, ...], dtype: str) -> tuple[UpstreamTest, ...]:
     """Return both forms of a test of test_prefix_prefill.py; 0.33.0 begins with ``interleave_v``."""
     forms = (parameters, ("interleave_v", *parameters))
@@ -353,12 +349,12 @@ TESTS: dict[str, tuple[UpstreamTest, ...]] = {
             unified_fp8_output,
             _CAPPED,
             {**_OF_UNIFIED, "seq_lens": _SEQ_LENS},
-            _always("an FP8 output"),
+            lambda values: "an FP8 output",
         ),
     ),
     "test_triton_unified_attn_use_td": (
         UpstreamTest(
-            "0.33.0", unified, _CAPPED, _OF_UNIFIED, _always("tensor descriptors (use_td)")
+            "0.33.0", unified, _CAPPED, _OF_UNIFIED, lambda values: "tensor descriptors (use_td)"
         ),
     ),
     "test_decode_attention": (UpstreamTest("0.33.0", decode, _DECODE, {}, decode_missing),),

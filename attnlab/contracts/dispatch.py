@@ -1,6 +1,7 @@
 """Dispatch: which kernels vLLM runs for a Case, and why."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case, as_case
@@ -70,24 +71,14 @@ def decide(case: Case) -> Decision:
     The predicate is ``use_rocm_custom_paged_attention`` (vllm/platforms/rocm.py) and, in 0.33.0, two
     further conditions of ``chunked_prefill_paged_decode`` itself.
     """
+    decided = partial(Decision, platform=case.platform, release=case.release)
     if case.op != WRAPPER:
-        return Decision(
-            platform=case.platform,
-            release=case.release,
-            kernels=(case.op,),
-            terms=(),
-            source=case.spec.source(case.release),
-        )
+        return decided(kernels=(case.op,), terms=(), source=case.spec.source(case.release))
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE
     prefill = (PREFILL,) if case.passed_max_query_len > 1 else ()
-    return Decision(
-        platform=case.platform,
-        release=case.release,
-        kernels=(*prefill, decode),
-        terms=terms,
-        source="vllm/platforms/rocm.py use_rocm_custom_paged_attention, vLLM " + case.release,
-    )
+    source = f"vllm/platforms/rocm.py use_rocm_custom_paged_attention, vLLM {case.release}"
+    return decided(kernels=(*prefill, decode), terms=terms, source=source)
 
 
 def _terms(case: Case) -> list[Term]:
@@ -116,15 +107,10 @@ def _terms(case: Case) -> list[Term]:
             terms.append(_exactly("AITER paged attention", case.aiter_paged_attn, (False,)))
     terms.append(_exactly("sinks", "given" if case.sinks else "none", ("none",)))
     if case.release != "0.11.2":
-        power = case.block_size & (case.block_size - 1) == 0
+        size, is_power = str(case.block_size), case.block_size & (case.block_size - 1) == 0
         terms += [
-            Term(
-                name="block_size",
-                value=str(case.block_size),
-                allowed="a power of two",
-                holds=power,
-            ),
-            Term(name="cache blocks", value="packed", allowed="packed", holds=True),
+            Term(name="block_size", value=size, allowed="a power of two", holds=is_power),
+            _exactly("cache blocks", "packed", ("packed",)),
         ]
     return terms
 
@@ -142,6 +128,13 @@ def _within(name: str, value: int, least: int, most: int) -> Term:
     return Term(
         name=name, value=str(value), allowed=f"{least} to {most}", holds=least <= value <= most
     )
+
+
+def serving(kernels: tuple[str, ...], query_len: int) -> tuple[str, ...]:
+    """Return those of a Decision's kernels that compute a sequence with ``query_len`` new tokens."""
+    if PREFILL in kernels and (query_len > 1 or kernels == (PREFILL,)):
+        return (PREFILL,)
+    return tuple(name for name in kernels if name != PREFILL)
 
 
 def explain(case: Case | str, **changes: Any) -> Decision:

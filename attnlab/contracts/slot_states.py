@@ -3,6 +3,7 @@
 Contracts, traced reads, findings and plots all use this vocabulary.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,12 +143,7 @@ _SENTENCES = {
     SlotState.UNKNOWN: "It is not known which sequence reads it, or what was written to it.",
 }
 # States of slots that hold no token, and of slots that hold a token that the reader does not expect.
-EMPTY = (
-    SlotState.FREED,
-    SlotState.UNWRITTEN,
-    SlotState.UNWRITTEN_TAIL,
-    SlotState.NEVER_MAPPED,
-)
+EMPTY = (SlotState.FREED, SlotState.UNWRITTEN, SlotState.UNWRITTEN_TAIL, SlotState.NEVER_MAPPED)
 FOREIGN = (SlotState.OTHER_POSITION, SlotState.OTHER_SEQUENCE)
 
 
@@ -193,13 +189,11 @@ def contract_reads(
             continue
         counts, reads = _reads(one, call, provenance)
         if all_own or reads.states.any():  # state 0 is OWN
-            tensors = (reads.positions, reads.blocks, reads.slots, reads.states)
-            parts = (tensor.split(counts.tolist()) for tensor in tensors)
+            names = ("positions", "blocks", "slots", "states")
+            parts = (getattr(reads, name).split(counts.tolist()) for name in names)
             found += [
-                ContractReads(
-                    kernel=reads.kernel, seq=i, positions=at, blocks=block, slots=slot, states=state
-                )
-                for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
+                dataclasses.replace(reads, seq=seq, **dict(zip(names, tensors, strict=True)))
+                for seq, tensors in enumerate(zip(*parts, strict=True))
             ]
     return found
 

@@ -7,6 +7,7 @@ rules of a Case with an op argument are those of a plain one (:class:`attnlab.la
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -57,15 +58,12 @@ def wrong_reads(case: Case) -> Mapping[str, Read]:
     return _NIBBLES | _SCALES if case.argument.is_packed else _SCALES | _POWERS
 
 
-def _of_slot(move: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., StoredHalf]:
-    """Return the change that reads the scale of another slot of the block, NaN if nothing is stored there."""
-
-    def change(case: Case, half: StoredHalf) -> StoredHalf:
-        size, at = case.block_size, torch.arange(len(half.numbers))
-        source = at // size * size + move(at % size, size)
-        return _with_scale(half, source)
-
-    return change
+def _of_slot(
+    move: Callable[[torch.Tensor, int], torch.Tensor], case: Case, half: StoredHalf
+) -> StoredHalf:
+    """Return the half with the scale of another slot of the block, NaN if nothing is stored there."""
+    size, at = case.block_size, torch.arange(len(half.numbers))
+    return _with_scale(half, at // size * size + move(at % size, size))
 
 
 def _with_scale(half: StoredHalf, source: torch.Tensor) -> StoredHalf:
@@ -86,20 +84,17 @@ def _first_token(case: Case, half: StoredHalf) -> StoredHalf:
     return _with_scale(half, torch.zeros(len(half.numbers), dtype=torch.int64))
 
 
-def _power(exponent: int) -> Callable[[Case, StoredHalf], StoredHalf]:
-    """Return the change that applies a scale ``exponent`` times."""
-
-    def change(case: Case, half: StoredHalf) -> StoredHalf:
-        assert half.scale is not None
-        return replace(half, scale=half.scale**exponent)
-
-    return change
+def _power(exponent: int, case: Case, half: StoredHalf) -> StoredHalf:
+    """Return the half as if its scale was applied ``exponent`` times."""
+    assert half.scale is not None
+    return replace(half, scale=half.scale**exponent)
 
 
-_CHANGES: dict[str, Callable[[Case, StoredHalf], StoredHalf]] = {
-    "previous_slot": _of_slot(lambda at, size: (at - 1) % size),
-    "next_slot": _of_slot(lambda at, size: (at + 1) % size),
-    "first_slot_of_the_block": _of_slot(lambda at, size: torch.zeros_like(at)),
+_Change = Callable[[Case, StoredHalf], StoredHalf]
+_CHANGES: dict[str, _Change] = {
+    "previous_slot": partial(_of_slot, lambda at, size: (at - 1) % size),
+    "next_slot": partial(_of_slot, lambda at, size: (at + 1) % size),
+    "first_slot_of_the_block": partial(_of_slot, lambda at, size: torch.zeros_like(at)),
     "first_token": _first_token,
     "next_kv_head": _next_head,
 }
@@ -108,14 +103,10 @@ _CHANGES: dict[str, Callable[[Case, StoredHalf], StoredHalf]] = {
 _SIDES = ("", "k_", "v_")
 
 
-def _of_side(side: str, change: Callable[[Case, StoredHalf], StoredHalf]) -> Read:
-    """Return the read that changes keys and values, or keys ("k_") or values ("v_") alone."""
-
-    def read(case: Case, key: StoredHalf, value: StoredHalf) -> Halves:
-        changed = key if side == "v_" else change(case, key)
-        return changed, value if side == "k_" else change(case, value)
-
-    return read
+def _of_side(side: str, change: _Change, case: Case, key: StoredHalf, value: StoredHalf) -> Halves:
+    """Return changed keys and values, or keys ("k_") or values ("v_") alone."""
+    changed = key if side == "v_" else change(case, key)
+    return changed, value if side == "k_" else change(case, value)
 
 
 def _swapped(case: Case, half: StoredHalf) -> StoredHalf:
@@ -130,7 +121,7 @@ def _early_values(case: Case, key: StoredHalf, value: StoredHalf) -> Halves:
 
 _SCALES: dict[str, Read] = {
     **{
-        f"{where}_{side}scale": _of_side(side, change)
+        f"{where}_{side}scale": partial(_of_side, side, change)
         for side in _SIDES
         for where, change in _CHANGES.items()
     },
@@ -143,12 +134,12 @@ _SCALES: dict[str, Read] = {
 }
 # Of a packed format, a scale also holds a zero point.
 _POWERS: dict[str, Read] = {
-    f"{side}scale_{how}": _of_side(side, _power(exponent))
+    f"{side}scale_{how}": partial(_of_side, side, partial(_power, exponent))
     for side in _SIDES
     for how, exponent in (("not_applied", 0), ("applied_twice", 2))
 }
 _NIBBLES: dict[str, Read] = {
-    f"{side}nibbles_exchanged": _of_side(side, _swapped) for side in _SIDES
+    f"{side}nibbles_exchanged": partial(_of_side, side, _swapped) for side in _SIDES
 }
 
 

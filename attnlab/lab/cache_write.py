@@ -5,7 +5,6 @@ last, as one more sequence, the slots of no sequence. A token that is written to
 twice: where it is missing, and where it must not be.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,11 +140,11 @@ def encoded(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tenso
     """
     slots = slot_mapping(call).long()
     format = paged.format_of(call, target)
-    halves = [
+    halves = (
         stored_numbers_of(new[: len(slots)], scale_of(call, name, slots), format)
         for new, name in zip(paged.new_tokens(call), ("k_scale", "v_scale"), strict=True)
-    ]
-    stored, off = (torch.cat([half[i] for half in halves], 2) for i in (0, 1))
+    )
+    stored, off = (torch.cat(both, 2) for both in zip(*halves, strict=True))
     return stored, off
 
 
@@ -285,8 +284,8 @@ def write_bound(
     if case.argument.cache is None:
         return 0.0
     plain = make_plain()
-    half_bound = functools.partial(_half_bound, case, is_native)
-    bounds = [half_bound(half) for half in plain.cpu().split(case.head_size, -1)]
+    halves = plain.cpu().split(case.head_size, -1)
+    bounds = [_half_bound(case, is_native, half) for half in halves]
     return torch.cat(bounds, -1).nan_to_num(0.0).float().to(plain.device)
 
 

@@ -6,7 +6,8 @@ options and layout. Runs of this Case get the call's own numbers; varied Cases a
 
 import dataclasses
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +27,11 @@ from attnlab.tensors.cache import (
     distribution_of,
     freed_blocks,
     interleaved,
+    on_device,
     with_empty_slots,
 )
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.formats import written_format
+from attnlab.tensors.formats import same_numbers, written_format
 
 # What a Case does not set, or states in another way; all other fields of a call must be equal.
 _NOT_COMPARED = (
@@ -61,7 +63,7 @@ class CallLab(Lab):
         if batch_key(case) != batch_key(self.case):
             return Lab.batch(self, case)
         where = self.where(case)
-        make = lambda: _moved(self.own_batch, where)  # noqa: E731
+        make = partial(on_device, self.own_batch, where)
         return self.shared.get("batch", (batch_key(case), where), make)[0]
 
     def call(
@@ -82,23 +84,11 @@ class CallLab(Lab):
             return Lab.cache(self, case)
 
         def make() -> PagedCache:
-            found = _moved(self.own_cache, where)
+            found = on_device(self.own_cache, where)
             return found if case == own else with_empty_slots(found, case)
 
         where = self.where(case)
         return self.shared.get("cache", (cache_key(case), where), make)[0]
-
-
-T = TypeVar("T", Batch, PagedCache)
-
-
-def _moved(noun: T, device: str) -> T:
-    """Return a batch or a cache with its tensors on a device; provenance stays."""
-    given = {one.name: getattr(noun, one.name) for one in fields(noun)}
-    moved: dict[str, Any] = {
-        name: one.to(device) for name, one in given.items() if isinstance(one, torch.Tensor)
-    }
-    return dataclasses.replace(noun, **moved)
 
 
 def call_lab(call: KernelCall, ran: Case, runner: Backend, **options: Any) -> CallLab:
@@ -228,15 +218,10 @@ def _default_x(call: KernelCall) -> int:
 def _with_defaults(case: Case) -> Case:
     """Return the Case without values that are the default: a Case with other lengths keeps a given one."""
     names = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len", "fill")
+    lens = ("passed_max_query_len", "passed_max_seq_len")
+    derived = ("total_blocks", "blocks_per_seq", *lens, "staging")
     for name in (*names, "block_table_dtype", "seq_lens_dtype", "query_start_loc_dtype"):
         plain = case.replace(**{name: None})
-        derived = (
-            "total_blocks",
-            "blocks_per_seq",
-            "passed_max_query_len",
-            "passed_max_seq_len",
-            "staging",
-        )
         if all(getattr(plain, one) == getattr(case, one) for one in derived):
             case = plain
     return case
@@ -259,13 +244,6 @@ def _mask_fields(call: KernelCall) -> dict[str, Any]:
     if len(names) > 1:
         raise InvalidCall(f"mask must be one, got {' and '.join(names)}")
     found: dict[str, Any] = {"mask": names[0], "sliding_window": rules.sliding_window}
-    data = {
-        "causal_seqs": rules.causal,
-        "mm_prefix_range": None
-        if rules.mm_prefix_range is None
-        else rules.mm_prefix_range.flatten(1),
-        "rswa_prefix_lens": rules.rswa_prefix_lens,
-    }
     name = MASKS[names[0]].data
     if name == "chunk_lookback":
         found[name] = rules.chunk_lookback
@@ -276,10 +254,10 @@ def _mask_fields(call: KernelCall) -> dict[str, Any]:
             for token, row in enumerate(seen)
         )
     elif name is not None:
-        given = data[name]
+        given = rules.causal if name == "causal_seqs" else getattr(rules, name)
         assert isinstance(given, torch.Tensor)
-        rows = given.tolist()
-        found[name] = tuple(tuple(row) if isinstance(row, list) else row for row in rows)
+        is_flat = given.dim() == 1
+        found[name] = tuple(given.tolist() if is_flat else map(tuple, given.flatten(1).tolist()))
     return found
 
 
@@ -291,11 +269,20 @@ def _init(before: torch.Tensor | None) -> str:
     return "recycled" if bool(before.any()) else "zeros"
 
 
-def _flat(call: KernelCall, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both caches by slot, [num_blocks × block_size, num_kv_heads, head_size], as stored."""
+class _Half(NamedTuple):
+    """Keys or values of a call: the new tokens, and the cache by slot, [num_blocks × block_size,
+    num_kv_heads, head_size], as stored, with its scale."""
+
+    new: torch.Tensor
+    stored: torch.Tensor
+    scale: float
+
+
+def _halves(call: KernelCall, case: Case) -> tuple[_Half, _Half]:
+    """Return the keys and the values of a call."""
     value = interleaved(call.value_cache, back=True) if case.interleave_v else call.value_cache
-    key, value = as_flash(call.key_cache, value)
-    return key.flatten(0, 1), value.flatten(0, 1)
+    key, value = (one.flatten(0, 1) for one in as_flash(call.key_cache, value))
+    return _Half(call.key, key, case.k_scale), _Half(call.value, value, case.v_scale)
 
 
 def _slots(call: KernelCall, seq: int, first: int, last: int) -> torch.Tensor:
@@ -307,36 +294,27 @@ def _fill(call: KernelCall, case: Case) -> str:
     """Return which new tokens the cache holds: those whose slots have the numbers of key and value."""
     if call.new_tokens != "given":
         return "all_rows"
-    format, halves = written_format(case), _flat(call, case)
-    scales, starts = (case.k_scale, case.v_scale), case.lengths.token_start_loc
-    held = []
-    for seq, (ctx_len, seq_len) in enumerate(
-        zip(case.lengths.ctx_lens, case.lengths.seq_lens, strict=True)
-    ):
+    format, halves, lengths = written_format(case), _halves(call, case), case.lengths
+    starts, held = lengths.token_start_loc, []
+    for seq, (ctx_len, seq_len) in enumerate(zip(lengths.ctx_lens, lengths.seq_lens, strict=True)):
         slots, rows = _slots(call, seq, ctx_len, seq_len), slice(starts[seq], starts[seq + 1])
-        stored = [
-            format.encode(new[rows], scale)
-            for new, scale in zip((call.key, call.value), scales, strict=True)
-        ]
-        pairs = zip(stored, halves, strict=True)
-        held.append(all(_is_same(one, half[slots]) for one, half in pairs))
+        encoded = [(format.encode(one.new[rows], one.scale), one.stored[slots]) for one in halves]
+        held.append(all(_is_same(*pair) for pair in encoded))
     if all(held):
         return "all_rows"
-    decodes = [is_held for is_held, n in zip(held, case.lengths.query_lens, strict=True) if n == 1]
+    decodes = [is_held for is_held, n in zip(held, lengths.query_lens, strict=True) if n == 1]
     return "decode_rows" if decodes and all(decodes) else "context_only"
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Answer whether two tensors have equal numbers or bytes; NaN equals NaN."""
-    return one.shape == other.shape and bool(
-        ((one == other) | ((one != one) & (other != other))).all()
-    )
+    return one.shape == other.shape and bool(same_numbers(one, other).all())
 
 
 def _freed(call: KernelCall, case: Case) -> str:
     """Return what blocks before the window are: recycled, or empty if their numbers are not all finite."""
     format, size, hidden = written_format(case), case.block_size, _hidden_blocks(call)
-    halves = [format.decode(half) for half in _flat(call, case)]
+    halves = [format.decode(half.stored) for half in _halves(call, case)]
     rows = [row.tolist() for row in call.block_table]
     ends = [-(-seq_len // size) for seq_len in case.lengths.seq_lens]
     used = {
@@ -358,23 +336,19 @@ def _batch_of(call: KernelCall, case: Case) -> Batch:
 
     Tokens before the window of every row count as zeros if they are not finite.
     """
-    format, halves = written_format(case), _flat(call, case)
-    scales = (case.k_scale, case.v_scale)
-    starts = case.lengths.token_start_loc
-    lengths = case.lengths
+    format, halves, lengths = written_format(case), _halves(call, case), case.lengths
+    starts = lengths.token_start_loc
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for seq, (ctx_len, seq_len) in enumerate(zip(lengths.ctx_lens, lengths.seq_lens, strict=True)):
         known = ctx_len if call.new_tokens == "given" else seq_len
         rows = slice(starts[seq] + known - ctx_len, starts[seq + 1])
         hidden = max(0, ctx_len - case.sliding_window + 1) if case.sliding_window else 0
         slots = _slots(call, seq, 0, known)
-        for part, half, scale, new in zip(
-            parts, halves, scales, (call.key, call.value), strict=True
-        ):
-            tokens = format.decode(half[slots], scale).to(call.query.dtype)
+        for part, half in zip(parts, halves, strict=True):
+            tokens = format.decode(half.stored[slots], half.scale).to(call.query.dtype)
             if case.mask == CAUSAL:
                 tokens[:hidden] = tokens[:hidden].nan_to_num(0.0, 0.0, 0.0)
-            part.append(torch.cat([tokens, new[rows]]))
+            part.append(torch.cat([tokens, half.new[rows]]))
     return Batch(
         lengths=lengths,
         query=call.query.contiguous(),
@@ -397,17 +371,10 @@ def _cache_of(call: KernelCall, case: Case, batch: Batch) -> PagedCache:
     rows, slots, provenance = addresses(
         batch.kv_start_loc, lens, table, len(call.key_cache), size, begins
     )
-    halves = _flat(call, case)
-    for name, half, tokens, scale in zip(
-        ("key_cache", "value_cache"),
-        halves,
-        (batch.key, batch.value),
-        (case.k_scale, case.v_scale),
-        strict=True,
-    ):
-        stored = format.encode(tokens[rows], scale)
-        if not _is_same(format.decode(stored), format.decode(half[slots])):
-            text = f"{name} must hold numbers that the format {format.name} gives back"
+    for name, half in zip(("key", "value"), _halves(call, case), strict=True):
+        stored = format.encode(getattr(batch, name)[rows], half.scale)
+        if not _is_same(format.decode(stored), format.decode(half.stored[slots])):
+            text = f"{name}_cache must hold numbers that the format {format.name} gives back"
             raise InvalidCall(f"{text}, got others")
     return PagedCache(
         key=call.key_cache.contiguous(),

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.ops import PREFILL
 from attnlab.case.platforms import PLATFORMS, STAGES
 from attnlab.case.shown import Document, Shown
 from attnlab.contracts.contract import Target
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.dispatch import decide, serving
 
 if TYPE_CHECKING:
     from attnlab.contracts.violations import Violation
@@ -183,37 +182,21 @@ def of_dtypes(found: ErrorText, case: Case) -> ErrorAnswer:
             f"no kernel of the case raises it in any stage ({kernels} on {case.platform}): give the test's "
             "own case with --test-id, or --op and --platform"
         )
-    return ErrorAnswer(
-        kind="dtype",
-        case=case,
-        facts=tuple(sentences),
-        rejected=tuple(rejected),
-        test_id=found.test_id,
-        command=command,
-        refusal=found.refusal,
-    )
+    facts, stated = tuple(sentences), tuple(rejected)
+    return ErrorAnswer(kind="dtype", case=case, facts=facts, rejected=stated, command=command)
 
 
 def of_allclose(found: ErrorText, case: Case) -> ErrorAnswer:
     """Return how to get an index for a failed ``torch.allclose``."""
-    sentences = [
+    facts = (
         "torch.allclose returns only true or false: the text has no index and no count"
         if found.total is None
         else f"{found.mismatched} of {found.total} elements differ; the text has no index",
         "compare with torch.testing.assert_close in its place, and decode its text; or save the output to a "
         "safetensors file as the tensor 'output', and run attnlab diagnose --output-file",
-    ]
-    command = None
-    if found.test_id is not None:
-        command = _command(found, case)
-    return ErrorAnswer(
-        kind="allclose",
-        case=case,
-        facts=tuple(sentences),
-        test_id=found.test_id,
-        command=command,
-        refusal=found.refusal,
     )
+    command = None if found.test_id is None else _command(found, case)
+    return ErrorAnswer(kind="allclose", case=case, facts=facts, command=command)
 
 
 def of_cache(found: ErrorText, case: Case) -> ErrorAnswer:
@@ -239,8 +222,7 @@ def of_cache(found: ErrorText, case: Case) -> ErrorAnswer:
         )
     if any(n >= length for n, length in zip(found.index, shape, strict=True)):
         raise InvalidCase(f"text must give an index inside {shape}, got {found.index}")
-    place = _own_row(found.index, case) if is_own else _block_row(found.index, case)
-    return dataclasses.replace(place, test_id=found.test_id, refusal=found.refusal)
+    return _own_row(found.index, case) if is_own else _block_row(found.index, case)
 
 
 def _own_row(index: tuple[int, ...], case: Case) -> ErrorAnswer:
@@ -378,27 +360,15 @@ class DecodedError(Document, Shown):
                 f"it reads every key from the cache, the newest at position {position}: "
                 f"block_table[{self.seq}][{column}], offset {offset}"
             )
-        error = self.max_abs_error
-        if (
-            error is not None
-            and self.largest_possible is not None
-            and error > self.largest_possible
-        ):
+        error, most = self.max_abs_error, self.largest_possible
+        if error is not None and most is not None and error > most:
             sentences.append(
-                f"if the values are within ±{self.largest_possible / 2:g}, as the case's distribution "
-                f"has them, two averages of values differ by at most {self.largest_possible:g}; with "
-                f"{self.max_abs_error:g}, the row of the output or the expected one is no average: it was "
+                f"if the values are within ±{most / 2:g}, as the case's distribution "
+                f"has them, two averages of values differ by at most {most:g}; with "
+                f"{error:g}, the row of the output or the expected one is no average: it was "
                 "not written, its weights do not sum to 1, or it holds other numbers"
             )
         return sentences + refusal_sentences(self.refusal)
-
-
-def _kernel(case: Case, query_len: int) -> str:
-    """Return the kernel that computes the rows of a sequence with ``query_len`` new tokens."""
-    kernels = decide(case).kernels
-    if PREFILL in kernels and (query_len > 1 or kernels == (PREFILL,)):
-        return PREFILL
-    return next(name for name in reversed(kernels) if name != PREFILL)
 
 
 _NO_INDEX = (
@@ -460,8 +430,8 @@ def decode(
         answer = of_allclose(found, case)
     else:
         raise InvalidCase(_with_refusal(_NO_INDEX, found))
-    first = platform_text(case.platform, platform_by)
-    return dataclasses.replace(answer, facts=(first, *answer.facts))
+    facts = (platform_text(case.platform, platform_by), *answer.facts)
+    return dataclasses.replace(answer, facts=facts, test_id=found.test_id, refusal=found.refusal)
 
 
 def _with_refusal(text: str, found: ErrorText) -> str:
@@ -482,9 +452,8 @@ def _place(found: ErrorText, case: Case) -> DecodedError:
     row, head, element = index
     seq, token = case.lengths.locate(row)
     query_len, ctx_len = case.lengths.query_lens[seq], case.lengths.ctx_lens[seq]
-    decode = decide(case).decode
-    source = case.spec.new_tokens_from
-    from_cache = source == "cache" or (query_len == 1 and decode is not None)
+    decision, source = decide(case), case.spec.new_tokens_from
+    from_cache = source == "cache" or (query_len == 1 and decision.decode is not None)
     position = ctx_len + token
     newest = (position, position // case.block_size, position % case.block_size)
     largest = _LARGEST_VALUE.get(case.distribution)
@@ -500,7 +469,7 @@ def _place(found: ErrorText, case: Case) -> DecodedError:
         token=token,
         query_len=query_len,
         ctx_len=ctx_len,
-        kernel=_kernel(case, query_len),
+        kernel=serving(decision.kernels, query_len)[-1],
         newest=newest if from_cache else None,
         largest_possible=None if largest is None else 2 * largest,
         platform=case.platform,

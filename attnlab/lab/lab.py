@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ from attnlab.lab.result import (
     traced,
 )
 from attnlab.tensors.cache import Batch, PagedCache, make_batch, make_cache
-from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call import KernelCall, check_shape
 from attnlab.tensors.case_call import make_call, make_output, visibility_of
 
 
@@ -120,13 +120,13 @@ class Lab:
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch, shared: do not change it."""
         key = (batch_key(case), where := self.where(case))
-        make = lambda: make_batch(case, where)  # noqa: E731
+        make = partial(make_batch, case, where)
         return self.shared.get("batch", key, make, in_file=where == "cpu")[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache, shared: do not change it."""
         batch, where = self.batch(case), self.where(case)
-        make = lambda: make_cache(case, batch)  # noqa: E731
+        make = partial(make_cache, case, batch)
         return self.shared.get("cache", (cache_key(case), where), make)[0]
 
     def reference(self, case: Case) -> torch.Tensor:
@@ -158,9 +158,9 @@ class Lab:
 
     def _reference(self, case: Case, with_lse: bool) -> Reference:
         batch, where = self.batch(case), self.where(case)
-        make = lambda: exact_attention(case, batch, with_lse=with_lse)  # noqa: E731
+        make = partial(exact_attention, case, batch, with_lse=with_lse)
         if case.op_argument != NONE and not with_lse:
-            make = lambda: self._with_argument(case)  # noqa: E731
+            make = partial(self._with_argument, case)
         kind = "lse" if with_lse else "reference"
         return self.shared.get(kind, (reference_key(case), where), make, in_file=where == "cpu")[0]
 
@@ -170,7 +170,7 @@ class Lab:
         """Return the Case's call; ``cache`` replaces the Case's, and ``output`` a new output buffer."""
         where = self.where(case)
         if output is None:
-            make = lambda: make_output(case, where)  # noqa: E731
+            make = partial(make_output, case, where)
             output = self.shared.get("output", (output_key(case), where), make)[0].clone()
         batch = self.batch(case)
         new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
@@ -522,7 +522,7 @@ def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
 # uses a default Lab, which keeps the last batches, caches and references.
 
 
-@cache
+@functools.cache
 def default_lab() -> Lab:
     """Return the Lab that the public functions share."""
     return Lab()
@@ -566,16 +566,11 @@ def compare(
     """
     case, lab = as_case(case, **changes), lab or default_lab()
     call = lab.call(case)
-    for name in ("shape", "dtype"):
-        expected, got = getattr(call.output, name), getattr(output, name)
-        if got != expected:
-            raise InvalidCall(f"output must have {name} {_text(expected)}, got {_text(got)}")
+    check_shape("output", output, tuple(call.buffer.shape))
+    if output.dtype != call.buffer.dtype:
+        raise InvalidCall(f"output must have dtype {call.buffer.dtype}, got {output.dtype}")
     call.buffer.copy_(output)
     return lab.errors(case, call, lab.reference(case))
-
-
-def _text(value: object) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
 def decode_error(

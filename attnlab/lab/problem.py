@@ -16,13 +16,8 @@ from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL
 from attnlab.contracts.contract import PARTITION_SIZE, Target, contract
-from attnlab.contracts.dispatch import decide
-from attnlab.lab.argument_reference import (
-    Read,
-    argument_formats,
-    argument_rounding,
-    in_numbers,
-)
+from attnlab.contracts.dispatch import decide, serving
+from attnlab.lab.argument_reference import Read, argument_formats, argument_rounding, in_numbers
 from attnlab.lab.reference import Int4Rounding, Rounding
 from attnlab.tensors.cache import Batch, make_batch, make_cache
 from attnlab.tensors.call import KernelCall
@@ -455,10 +450,8 @@ class Problem:
 
     def rounding(self, seq: int) -> Rounding:
         """Return what the kernel that serves a sequence rounds."""
-        serving = tuple(name for name in self.kernels if name != PREFILL)
-        if not self.is_decode(seq) and PREFILL in self.kernels:
-            serving = (PREFILL,)
-        found = Rounding.of(self.call, self.target, serving, self.formats)
+        kernels = serving(self.kernels, self.query_len(seq))
+        found = Rounding.of(self.call, self.target, kernels, self.formats)
         return found if self.case is None else argument_rounding(self.case, found)
 
     def _has(self, op_argument: str) -> bool:

@@ -55,35 +55,15 @@ def needed_bytes(case: Case, cache_copies: int = 1) -> int:
 
 Key = tuple[Any, ...]
 
-_LENGTH_FIELDS = (
-    "query_lens",
-    "ctx_lens",
-    "seed",
-    "num_seqs",
-    "draw_max_query_len",
-    "draw_max_ctx_len",
-    "force_decode",
-)
 _BATCH_FIELDS = (
-    *_LENGTH_FIELDS,
-    "num_heads",
-    "num_queries_per_kv",
-    "head_size",
-    "dtype",
-    "distribution",
-    "alibi",
-    "sinks",
+    *("query_lens", "ctx_lens", "seed", "num_seqs"),
+    *("draw_max_query_len", "draw_max_ctx_len", "force_decode"),
+    *("num_heads", "num_queries_per_kv", "head_size", "dtype", "distribution", "alibi", "sinks"),
 )
 _STORED_FIELDS = (*_BATCH_FIELDS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
 _TABLE_FIELDS = (
-    "block_size",
-    "num_blocks",
-    "max_blocks_per_seq",
-    "block_table",
-    "x",
-    "interleave_v",
-    "freed",
-    "first_block",
+    *("block_size", "num_blocks", "max_blocks_per_seq", "block_table"),
+    *("x", "interleave_v", "freed", "first_block"),
 )
 
 
@@ -277,7 +257,6 @@ class SharedProducts:
     _held: "WeakValueDictionary[tuple[str, Hashable], Any]" = field(
         default_factory=WeakValueDictionary, repr=False
     )
-    _sizes: dict[tuple[str, Hashable], int] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _making: dict[Hashable, threading.RLock] = field(default_factory=dict, repr=False)
 
@@ -289,7 +268,6 @@ class SharedProducts:
         """Drop every product that nothing else holds."""
         with self._lock:
             self._kept.clear()
-            self._sizes.clear()
 
     def has(self, kind: str, key: Hashable) -> bool:
         """Return whether the product is there, in this process or in a file."""
@@ -339,26 +317,20 @@ class SharedProducts:
 
     def _add(self, name: tuple[str, Hashable], product: Any) -> None:
         self._kept[name] = product
-        self._sizes[name] = bytes_of(product)
         with suppress(TypeError):  # a tuple cannot be held
             self._held[name] = product
-        if sum(self._sizes.values()) <= _KEPT_BYTES:
-            return
         kinds, total = set[str](), 0
         for one in reversed([*self._kept]):
-            total += self._sizes[one]
+            total += bytes_of(self._kept[one])
             if total > _KEPT_BYTES and one[0] in kinds:
-                self._forget(one)
+                del self._kept[one]
             kinds.add(one[0])
-
-    def _forget(self, name: tuple[str, Hashable]) -> None:
-        del self._kept[name], self._sizes[name]
 
     def _drop(self, kind: str, most: int) -> None:
         """Keep at most so many products of a kind."""
         names = [one for one in self._kept if one[0] == kind]
         for one in names[: max(0, len(names) - most)]:
-            self._forget(one)
+            del self._kept[one]
 
 
 def bytes_of(product: Any) -> int:

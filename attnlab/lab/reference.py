@@ -67,8 +67,9 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.ops import CPU_ATTENTION, OPS, PREFILL
+from attnlab.case.ops import CPU_ATTENTION, OPS
 from attnlab.contracts.contract import ROCM_DECODE, Target
+from attnlab.contracts.dispatch import serving
 from attnlab.kernels.backend import counted
 from attnlab.tensors.cache import Batch
 from attnlab.tensors.call import KernelCall
@@ -81,7 +82,7 @@ from attnlab.tensors.formats import (
     store,
     written_format,
 )
-from attnlab.tensors.quantised import Formats
+from attnlab.tensors.quantised import FP8_DTYPES, Formats
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
 # The oracle: attention in float32 or float64 on the stored bytes.
@@ -432,7 +433,7 @@ class Rounding:
 
     def _of_fp8_query(self, target: Target, kernels: Sequence[str], formats: Formats) -> "Rounding":
         """Return the rounding of a call with its query in FP8; itself for another query."""
-        if not formats.has_fp8_query:
+        if formats.query not in FP8_DTYPES:
             return self
         found = self
         if "fp8" in _alone(kernels):
@@ -549,7 +550,7 @@ def rounding_bound(
             case,
             batch,
             visibility.of_seq(i, batch.lengths.ctx_lens[i], batch.lengths.seq_lens[i]),
-            Rounding.of(call, Target.of(case), _serving(kernels, query_len)),
+            Rounding.of(call, Target.of(case), serving(kernels, query_len)),
             batch.query[here],
             stored_tokens(case, batch.key[own], cached, case.k_scale),
             stored_tokens(case, batch.value[own], cached, case.v_scale),
@@ -576,13 +577,6 @@ def _sharp_seqs(batch: Batch) -> set[int]:
             break
         chosen.add(seq)
     return chosen
-
-
-def _serving(kernels: tuple[str, ...], query_len: int) -> tuple[str, ...]:
-    """Return the kernels that compute a sequence with ``query_len`` new tokens."""
-    if PREFILL in kernels and (query_len > 1 or kernels == (PREFILL,)):
-        return (PREFILL,)
-    return tuple(name for name in kernels if name != PREFILL)
 
 
 class _Sequence:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import Unsupported
 from attnlab.case.op_arguments import NONE
-from attnlab.case.shown import Shown, json_value
+from attnlab.case.shown import Shown, json_fields, json_value
 from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import Decision, decide
 from attnlab.contracts.slot_states import (
@@ -410,7 +410,7 @@ class MemoryReport:
         """Return the slots of key or value that were read, for one sequence or for all."""
         states = torch.full(provenance.seq.shape, NOT_READ)
         reader_seq, reader_pos = torch.full_like(states, NOBODY), torch.full_like(states, NOBODY)
-        for entry in self._of(seq):
+        for entry in (one for one in self.slots if seq in (None, one.seq)):
             positions = torch.full_like(states, NOBODY)
             if entry.seq != NOBODY:
                 positions = positions_of(provenance, entry.seq)
@@ -423,8 +423,12 @@ class MemoryReport:
             provenance=provenance, states=states, reader_seq=reader_seq, reader_pos=reader_pos
         )
 
-    def _of(self, seq: int | None) -> Iterator[SlotsRead]:
-        return (entry for entry in self.slots if seq in (None, entry.seq))
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values of strict JSON."""
+        return {
+            "slots": [json_fields(entry, without=("slots",)) for entry in self.slots],
+            "unwritten": [str(entry) for entry in self.unwritten],
+        }
 
 
 def report(findings: Findings, provenance: Provenance, seq_lens: torch.Tensor) -> MemoryReport:
@@ -507,16 +511,6 @@ def slots_of(elements: torch.Tensor) -> torch.Tensor:
     or of the value cache, [num_blocks, num_kv_heads, head_size, block_size].
     """
     return elements.any(4).any(2).any(1) if elements.dim() == 5 else elements.any(2).any(1)
-
-
-def to_dict(memory: MemoryReport | None) -> dict[str, Any] | None:
-    """Return a report as JSON-able values."""
-    if memory is None:
-        return None
-    return {
-        "slots": [{"tensor": s.tensor, "seq": s.seq, "counts": s.counts} for s in memory.slots],
-        "unwritten": [str(entry) for entry in memory.unwritten],
-    }
 
 
 # Compare what two ops return in addition to their output: the log-sum-exp, and the rows of padding.
@@ -787,30 +781,26 @@ class Result(Shown):
         places = self.places()
         numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
         document = {
-            "case": dataclasses.asdict(self.case),
+            "case": self.case,
             "kernel": self.decision.kernels[-1],
-            "kernels": list(self.decision.kernels),
+            "kernels": self.decision.kernels,
             "backend": self.backend,
             "reasons": self.decision.reasons,
             "status": self.status,
             "error": self.error,
             **numbers,
-            "side_outputs": list(self.side_outputs),
-            "side_errors": self.side_errors,
-            "beyond_rounding": self.beyond_rounding,
+            **self._named("side_outputs", "side_errors", "beyond_rounding"),
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
-            "memory": to_dict(self.memory),
-            "violations": [violation.to_dict() for violation in self.violations],
-            "launches": list(self.launches),
-            "wraps": list(self.wraps),
-            "outside": list(self.outside),
-            "alone": list(self.alone),
+            **self._named("memory", "violations", "launches", "wraps", "outside", "alone"),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }
         converted: dict[str, Any] = json_value(document)
         return converted
+
+    def _named(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
     def _place(self, place: Place) -> dict[str, Any]:
         """Return a place with the slot of the newest token, if the row reads it from the cache."""

@@ -66,12 +66,7 @@ FWD_DECODE = _op(
     module="fwd_decode",
     python_name="attention_forward_decode_triton_impl",
     arguments={
-        **{
-            "q": "query[:, None]",
-            "out": "output[:, None]",
-            "sm_scale": "scale",
-            "causal": "causal",
-        },
+        **{"q": "query[:, None]", "out": "output[:, None]", "sm_scale": "scale", **same("causal")},
         **{"k_cache": "flash_key_cache", "v_cache": "flash_value_cache"},
         **{"k_new": "None", "v_new": "None", "cache_batch_idx": "None", "layout": "'bshd'"},
         "softmax_lse": "float32[seqs, heads, 1]",
@@ -139,11 +134,8 @@ PA_DECODE = _op(
     neutral={"max_seq_len": PATH},
     partition_size=1024,  # of calls with at most 512 query heads in all their sequences
     contract={"serves": "decode"},
-    rounding={
-        "products": True,
-        "query": True,
-        "terms": 8,
-    },  # it adds the weights of a page in their dtype
+    # It adds the weights of a page in their dtype.
+    rounding={"products": True, "query": True, "terms": 8},
     strided=False,
     prefill=False,
 )

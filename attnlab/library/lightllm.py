@@ -1,5 +1,6 @@
 """LightLLM's Triton attention, read from a checkout; run with fc72ffa of 2025-07-11."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,30 +58,24 @@ _LLAMA, _PHI3, _MISTRAL, _BLOOM = (
 )
 
 # The ops context_attention_fwd: new tokens, whose keys and values are in the cache, too.
-LLAMA_CONTEXT = _op(
+_context = partial(_op, python_name="context_attention_fwd", arguments=_CONTEXT, strides=_ALL)
+LLAMA_CONTEXT = _context(
     name="lightllm_llama_context",
     summary=f"{_QUERIES}, whose slots are a row of a table",
     module=_LLAMA,
-    python_name="context_attention_fwd",
-    arguments=_CONTEXT,
-    strides=_ALL,
     contract={**_SCALE, "head_sizes": _UP_TO_256},
 )
-PHI3_CONTEXT = _op(
+PHI3_CONTEXT = _context(
     name="lightllm_phi3_context",
     summary=f"{_QUERIES}, whose slots are a row of a table, with any head size",
     module=_PHI3,
-    python_name="context_attention_fwd",
-    arguments=_CONTEXT,
-    strides=_ALL,
     contract=_SCALE,
 )
 # It has no groups of query heads, so that the cache has the KV head of each.
-BLOOM_CONTEXT = _op(
+BLOOM_CONTEXT = _context(
     name="lightllm_bloom_context",
     summary=f"{_QUERIES}, whose slots are a row of a table, with ALiBi",
     module=_BLOOM,
-    python_name="context_attention_fwd",
     arguments={
         **_CONTEXT,
         "k": "flash_key_cache.repeat_interleave(heads // kv_heads, 2).flatten(0, 1)",
@@ -88,7 +83,6 @@ BLOOM_CONTEXT = _op(
         "b_ready_cache_len": "context_lens",
         "alibi": "query.new_zeros(heads).float() if alibi_slopes is None else alibi_slopes",
     },
-    strides=_ALL,
     contract={**_SCALE, "head_sizes": _UP_TO_128},
     copies_cache=True,
 )
@@ -122,19 +116,15 @@ LLAMA_PREFILL = _op(
     cache_layout=None,
     context=False,
 )
-PHI3_PREFILL = _op(
+PHI3_PREFILL = replace(
+    LLAMA_PREFILL,
     name="lightllm_phi3_prefill",
     summary=f"{_WHOLE}, with any head size",
     module=_PHI3,
-    python_name="context_attention_fwd_no_prompt_cache",
-    arguments=LLAMA_PREFILL.arguments,
-    strides=_ALL,
     contract=_SCALE,
-    new_tokens_from="arguments",
-    cache_layout=None,
-    context=False,
 )
-MISTRAL_PREFILL = _op(
+MISTRAL_PREFILL = replace(
+    LLAMA_PREFILL,
     name="lightllm_mistral_prefill",
     summary=f"{_WHOLE}, with a sliding window",
     module=_MISTRAL,
@@ -143,11 +133,7 @@ MISTRAL_PREFILL = _op(
         **LLAMA_PREFILL.arguments,
         "sliding_window": "sliding_window or max_seq_len",  # a window is required
     },
-    strides=_ALL,
     contract={**_SCALE, "head_sizes": _UP_TO_128},
-    new_tokens_from="arguments",
-    cache_layout=None,
-    context=False,
 )
 
 # The op gqa_decode_attention_fwd of a mode of llama's decode; a program has all query heads of a KV head.

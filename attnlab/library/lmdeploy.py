@@ -16,7 +16,7 @@ QUANTISED = {
     "v_scales_zeros": "one(v_scale) if is_fp8 else None",
 }
 LEFT_OUT = {
-    "quant_policy 42 (TurboQuant)": "keys and values are rotated, and are numbers of a codebook",
+    "quant_policy 42 (TurboQuant)": "keys and values are rotated, and are numbers of a codebook"
 }
 
 
@@ -153,11 +153,8 @@ FLASH_ATTN_WITH_KVCACHE = _op(
         **QUANTISED,
     },
     result="returned",
-    own_splits=(
-        4,
-        8,
-        16,
-    ),  # of _get_split_k, with the 16 multiprocessors of attnlab's simulated GPU
+    # Of _get_split_k, with the 16 multiprocessors of attnlab's simulated GPU.
+    own_splits=(4, 8, 16),
     split_step=None,
     parts={
         "kernel": "_reduce_split_kernel",

@@ -1,5 +1,6 @@
 """SGLang's Triton attention, read from a wheel or a checkout; run with 0.5.9 to 0.5.23."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -123,7 +124,6 @@ _SHARED = {
     **same("sm_scale sinks k_scale v_scale"),
 }
 _LEFT_OUT = {"score_mod, xai_temperature_len": "attnlab has no reference for them"}
-_CONTRACT = {"default_scale": "head_size", "softcap": "any", "sinks": "any"}
 # The context is a list of slots from the first key that the first new token sees, as SGLang's Triton backend
 # passes it; a tree is a mask of bytes, whose rows have all keys.
 EXTEND_ATTENTION = _op(
@@ -155,14 +155,14 @@ EXTEND_ATTENTION = _op(
         "skip_prefix, skip_extend": "a part of the attention alone",
         "the log-sum-exp with sinks": "the op counts the sink in it",
     },
-    contract=_CONTRACT,
+    contract={"default_scale": "head_size", "softcap": "any", "sinks": "any"},
     rounding={"to_cache": True},
     new_tokens_from="arguments",
 )
-EXTEND_ATTENTION_UNIFIED = _op(
+EXTEND_ATTENTION_UNIFIED = replace(
+    EXTEND_ATTENTION,
     name="sglang_extend_attention_unified",
     summary="attention of new tokens to all tokens of their sequence, whose slots are a list",
-    module="extend_attention",
     python_name="extend_attention_fwd_unified",
     arguments={
         **_SHARED,
@@ -173,13 +173,9 @@ EXTEND_ATTENTION_UNIFIED = _op(
         "mask_indptr": "None if qq_bias is None else sums(query_lens * (seq_lens - window_starts))",
     },
     strides=dict.fromkeys(("q", "o", "k_buffer", "v_buffer"), 2),
-    neutral={"page_size": PATH},
-    masks=("bidirectional", "tree"),
-    two_sided=True,
-    adds_bias=False,
+    lse=None,
     left_out=_LEFT_OUT,
-    contract=_CONTRACT,
-    rounding={"to_cache": True},
+    new_tokens_from="cache",
 )
 
 # The op merge_state_triton; the lab computes its inputs, attention over the cache and new tokens.

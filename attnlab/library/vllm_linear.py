@@ -26,7 +26,7 @@ def _stubs(platform: Any) -> dict[str, dict[str, Any]]:
     return {
         "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": nullcontext},
         "vllm.utils.torch_utils": {
-            "async_tensor_h2d": lambda tensor, dtype=None, device=None: tensor.to(dtype=dtype),
+            "async_tensor_h2d": lambda tensor, dtype=None, device=None: tensor.to(dtype=dtype)
         },
         "vllm.model_executor.custom_op": {"CustomOp": _CustomOp},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_TUNED_CONFIG_FOLDER": None},
@@ -130,17 +130,15 @@ GATED_DELTA_RULE_SIGMOID_KDA = replace(
 )
 
 # vLLM's Kimi delta attention: prefills in chunks, decodes token by token, with slots.
-KDA_CHUNK = _op(
+KDA_CHUNK = replace(
+    GATED_DELTA_RULE_CHUNK,
     name="vllm_chunk_kda",
     summary="Kimi delta attention of prefills, in chunks of 64 tokens",
     module="kda",
     python_name="chunk_kda",
-    arguments={**_ARGUMENTS, **_CHUNKS, **_GATES},
-    final="returned[1]",
     gate="key",
-    chunk=64,
-    dtypes=("bfloat16", "float16"),
     groups=False,
+    left_out={},
 )
 KDA_RECURRENT = _op(
     name="vllm_fused_recurrent_kda",

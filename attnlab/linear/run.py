@@ -26,6 +26,7 @@ from attnlab.linear.state_call import StateCall
 from attnlab.linear.state_plan import Evaluated, Units, right_plan
 from attnlab.linear.state_plan import evaluate as evaluate_plan
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,22 +195,12 @@ def deviation(
     call: StateCall, output: torch.Tensor, states: torch.Tensor, expected: Evaluated
 ) -> Deviation:
     """Compare an output and states with what a plan computes; rows of skipped sequences may hold anything."""
-    compared = torch.ones(len(output), dtype=torch.bool)
-    for seq in torch.nonzero(call.skipped).flatten().tolist():
-        rows = call.rows_of(seq)
-        compared[rows.start : rows.stop] = call.op.skips == "zeros"
-    found = _ratio(output.double(), expected.output, expected.output_bound)
+    compared = ~call.skipped[call.seq_of_row] | (call.op.skips == "zeros")
+    found = ratio(output, expected.output, expected.output_bound)
     return Deviation(
         output=torch.where(compared[:, None, None], found, 0.0),
-        states=_ratio(states.double(), expected.states, expected.states_bound),
+        states=ratio(states, expected.states, expected.states_bound),
     )
-
-
-def _ratio(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return errors as multiples of their bounds; equal numbers, and NaN in both, give 0."""
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    error = (found - expected).abs() / bound.clamp(min=1e-300)
-    return torch.where(same, 0.0, error.nan_to_num(torch.inf, torch.inf))
 
 
 def compare(call: StateCall, run: Runner) -> Deviation:

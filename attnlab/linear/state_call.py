@@ -134,6 +134,16 @@ class StateCall:
         """Return the number of sequences."""
         return len(self.query_start_loc) - 1
 
+    @cached_property
+    def lens(self) -> torch.Tensor:
+        """Return the number of tokens of each sequence, [num_seqs] int64."""
+        return self.query_start_loc.diff().long()
+
+    @cached_property
+    def seq_of_row(self) -> torch.Tensor:
+        """Return the sequence of each row, [tokens] int64."""
+        return torch.arange(self.num_seqs).repeat_interleave(self.lens)
+
     @property
     def tables(self) -> torch.Tensor:
         """Return the slots of each sequence, [num_seqs, 1 or spec_tokens] int64."""

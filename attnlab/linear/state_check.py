@@ -106,11 +106,6 @@ def _confirmed(
     return dataclasses.replace(claim, subject=_SUBJECT), [proof.trial for proof in own]
 
 
-def is_repaired(trial: Trial, repair: Repair, run: Runner) -> bool:
-    """Answer whether a trial is right with an edit."""
-    return _TrialProof(case=trial.case, trial=trial, runner=run).accepts(repair)
-
-
 def _doubted(trial: Trial, ran: StateOutput, launches: list[LaunchLog]) -> set[object]:
     """Return the functions of launches that right states do not depend on, if outputs are wrong."""
     states = _states_target(trial, ran, launches)
@@ -157,10 +152,7 @@ def _states_target(trial: Trial, ran: StateOutput, launches: list[LaunchLog]) ->
 
 
 def _fitting(
-    launches: list[LaunchLog],
-    contents: torch.Tensor,
-    own: torch.Tensor | None,
-    judge: Judge,
+    launches: list[LaunchLog], contents: torch.Tensor, own: torch.Tensor | None, judge: Judge
 ) -> TrialTarget | None:
     """Return the target that is the argument with some contents, [rows, heads, n], the last one that is
     written; ``own``: the tensor itself, if it is known."""
@@ -479,7 +471,9 @@ def _is_explained(trial: Trial, claim: _Stated, run: Runner) -> bool:
     """Answer whether a claim explains a wrong trial, too; what is only described is not asked."""
     if isinstance(claim, StateClaim):
         return claim.scope in fitting_scopes(trial, claim.rule)
-    return not isinstance(claim, RepairClaim) or is_repaired(trial, claim.repair, run)
+    if not isinstance(claim, RepairClaim):
+        return True
+    return _TrialProof(case=trial.case, trial=trial, runner=run).accepts(claim.repair)
 
 
 def _smaller(case: StateCase) -> Iterator[StateCase]:

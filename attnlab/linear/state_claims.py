@@ -58,18 +58,13 @@ class StateWeights:
         """Return how far the weights are from the right ones."""
         return deviation(self.call, self.output, self.states, self.expected)
 
-    def by_source(self) -> torch.Tensor:
+    def by_source(self, *, of_right: bool = False) -> torch.Tensor:
         """Return the size of each row's weights by source, [tokens, heads, tokens + slots].
 
-        That of a slot is the length of the vector that its state is multiplied with.
+        That of a slot is the length of the vector that its state is multiplied with. ``of_right``: those of a
+        right op.
         """
-        return self._by_source(self.output)
-
-    def expected_by_source(self) -> torch.Tensor:
-        """Return :meth:`by_source` of a right op."""
-        return self._by_source(self.expected.output)
-
-    def _by_source(self, weights: torch.Tensor) -> torch.Tensor:
+        weights = self.expected.output if of_right else self.output
         sizes = (len(self.call.states), self.call.key.shape[-1])
         of_slots = weights[..., self.tokens :].unflatten(-1, sizes).norm(dim=-1)
         return torch.cat([weights[..., : self.tokens], of_slots], -1)
@@ -184,12 +179,6 @@ class Trial:
     def evidence(self) -> str:
         """Return the largest error, as text."""
         return f"the largest error is {self.deviation.worst:.3g} times its rounding bound"
-
-    @cached_property
-    def seq_of_row(self) -> torch.Tensor:
-        """Return the sequence of each row, [tokens] int64."""
-        lens = self.call.query_start_loc.diff().long()
-        return torch.arange(self.call.num_seqs).repeat_interleave(lens)
 
     @cached_property
     def seq_of_slot(self) -> torch.Tensor:
@@ -308,7 +297,7 @@ def _scopes_of(trial: Trial, found: Deviation) -> set[str]:
     """Return the scopes in which a rule's deviation is small, and outside of which the right one's is."""
     right = trial.deviation
     parts = (
-        (found.rows, right.rows, trial.seq_of_row),
+        (found.rows, right.rows, trial.call.seq_of_row),
         (found.slots, right.slots, trial.seq_of_slot),
     )
     return {
@@ -356,9 +345,7 @@ def _fits(one: Trial, some: Sequence[StateRule], fits: dict[int, _Fits]) -> list
 
 
 def _best(
-    left: Sequence[Trial],
-    fits: dict[int, _Fits],
-    trials: Sequence[Trial],
+    left: Sequence[Trial], fits: dict[int, _Fits], trials: Sequence[Trial]
 ) -> tuple[StateClaim, list[Trial]] | None:
     """Return the claim that explains most trials, of those the simplest, or None."""
     found: list[tuple[str, StateRule, list[Trial]]] = []
@@ -424,7 +411,7 @@ def facts_of(trials: Sequence[Trial], every: Sequence[Trial], run: Runner) -> We
     """Return the facts that hold in most of some wrong trials, and do not ask for a wrong result of a right
     one of ``every``. The weights of the three smallest are measured.
     """
-    right = [one.call.query_start_loc.diff().long() for one in every if not one.is_wrong]
+    right = [one.call.lens for one in every if not one.is_wrong]
     facts = _common([list(_of_result(one)) for one in trials], "cases")
     for words, which in _SEQUENCES.items():
         if any(bool(which(lens).any()) for lens in right):
@@ -497,9 +484,9 @@ def _of_elements(wrong: torch.Tensor) -> Iterator[str]:
 
 def _of_sequences(one: Trial, rows: torch.Tensor) -> Iterator[str]:
     """Yield which sequences are wrong, and from which token on."""
-    lens = one.call.query_start_loc.diff().long()
+    lens = one.call.lens
     wrong = torch.zeros_like(lens, dtype=torch.bool)
-    wrong[one.seq_of_row[rows]] = True
+    wrong[one.call.seq_of_row[rows]] = True
     parts = [part for part in rows.split(lens.tolist()) if bool(part.any())]
     firsts = {int(part.nonzero()[0]) for part in parts}
     if len(firsts) == 1 and (first := firsts.pop()):
@@ -589,8 +576,8 @@ def weight_facts(weights: StateWeights) -> Iterator[str]:
     call, tokens = weights.call, weights.tokens
     if not bool(weights.output.isfinite().any()):
         return
-    found, right = weights.by_source().nan_to_num(0.0), weights.expected_by_source()
-    seq = torch.arange(call.num_seqs).repeat_interleave(call.query_start_loc.diff().long())
+    found, right = weights.by_source().nan_to_num(0.0), weights.by_source(of_right=True)
+    seq = call.seq_of_row
     row, source = torch.arange(tokens)[:, None], torch.arange(tokens)
     foreign, later = seq[:, None] != seq, (seq[:, None] == seq) & (source > row)
     own_slot = torch.arange(len(call.states)) == call.loads[seq][:, None]

@@ -120,10 +120,7 @@ def right_plan(call: StateCall, *, norm: tuple[bool, bool] = (True, True)) -> St
     beta = call.b.double().sigmoid() if call.raw_gate else call.beta.double()
     beta = call.step if op.steps else beta if op.delta else torch.ones_like(beta)
     starts = tuple(call.query_start_loc.tolist())
-    skips = call.skipped
-    rows = torch.zeros(len(query), dtype=torch.bool)
-    for seq in range(call.num_seqs):
-        rows[starts[seq] : starts[seq + 1]] = bool(skips[seq])
+    rows = call.skipped[call.seq_of_row]
     return StatePlan(
         query=query,
         key=key,

@@ -186,9 +186,8 @@ def _has_empty_part(case: MlaCase) -> bool:
         return False
     if case.chunking != ALIGNED:
         return 0 in case.ctx_lens and not case.tokens_with_context
-    chunks = -(-max(case.ctx_lens) // case.chunk_rows)
-    short = [-(-ctx_len // case.chunk_rows) < chunks for ctx_len in case.ctx_lens]
-    return any(short)
+    fewest, most = (-(-of(case.ctx_lens) // case.chunk_rows) for of in (min, max))
+    return fewest < most
 
 
 def _is_cut(case: MlaCase) -> bool:

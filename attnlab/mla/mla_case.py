@@ -30,12 +30,8 @@ MLA_BACKENDS = ("model", "vllm")
 _MOST_SCORES = 1 << 27  # elements of a float64 score matrix over all heads
 _OF_PATH = {
     PREFILL: (
-        "chunk_rows",
-        "chunking",
-        "empty_lse",
-        "output_scale",
-        "tokens_with_context",
-        "partials",
+        *("chunk_rows", "chunking", "empty_lse"),
+        *("output_scale", "tokens_with_context", "partials"),
     ),
     DECODE: ("num_splits", "padding"),
     SHARDS: ("num_ranks", "interleave_size", "lse_dtype", "num_splits", "partials"),
@@ -86,9 +82,7 @@ class MlaCase(Declared):
         "partial attentions: exact up to their dtype, or those of decode_attention_fwd",
     )
     output_scale: float | None = _prefill(
-        None,
-        Maybe(Number(), "not FP8"),
-        "the last merge writes FP8, divided by this",
+        None, Maybe(Number(), "not FP8"), "the last merge writes FP8, divided by this"
     )
     tokens_with_context: bool = _prefill(
         False, Flag(), "the last merge receives the number of tokens with context"
@@ -179,12 +173,8 @@ class MlaCase(Declared):
 
     @property
     def _last_with_context(self) -> int:
-        count = sum(self.query_lens)
-        for query_len, ctx_len in zip(self.query_lens[::-1], self.ctx_lens[::-1], strict=True):
-            if ctx_len:
-                break
-            count -= query_len
-        return count
+        ends = (i for i, ctx_len in enumerate(self.ctx_lens, 1) if ctx_len)
+        return sum(self.query_lens[: max(ends, default=0)])
 
 
 def _is_power_of_two(value: int) -> bool:

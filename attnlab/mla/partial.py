@@ -597,15 +597,6 @@ def _weight(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return (lse - total).exp().nan_to_num(0.0)  # -inf minus -inf: no part has keys
 
 
-class Arithmetic(Protocol):
-    """How a path computes its steps."""
-
-    def partial(self, part: Sequence[Seen]) -> Partial: ...
-    def decode(self, call: DecodeCall, part: Sequence[Seen]) -> Partial: ...
-    def merge(self, one: Partial, other: Partial, last: Last = NOT_LAST) -> Partial: ...
-    def combine(self, parts: list[Partial]) -> Partial: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Exact:
     """Float64, with the bounds of ops.
@@ -716,3 +707,6 @@ class Observed:
         outputs = torch.stack([one.output for one in parts])
         output, lse = self.ops.combine(outputs, torch.stack([one.lse for one in parts]))
         return Partial(output=output, lse=lse.float())
+
+
+Arithmetic = Exact | Observed  # how a path computes its steps

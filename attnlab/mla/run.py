@@ -34,7 +34,7 @@ from attnlab.mla.partial import (
     numbers,
     projected,
 )
-from attnlab.tensors.formats import FORMATS, distance
+from attnlab.tensors.formats import FORMATS, distance, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -335,20 +335,12 @@ def compared(result: Partial, exact: Partial, with_lse: bool = True) -> torch.Te
     have an infinite LSE.
     """
     bound, lse_bound = exact.errors
-    by_element = _ratio(distance(result.output, exact.output), bound)
-    by_lse = _ratio(distance(result.lse, exact.lse), lse_bound)
-    is_empty = exact.lse == -torch.inf
-    empty_error = torch.where(result.lse.isinf(), 0.0, torch.inf if with_lse else 0.0)
-    ratio = by_element.amax(2)
-    if with_lse:
-        ratio = torch.maximum(ratio, by_lse)
-    return torch.where(is_empty, empty_error, ratio)
-
-
-def _ratio(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return errors as multiples of their bounds; a bound is NaN where both results are."""
-    ratio = error / bound.clamp(min=torch.finfo(torch.float64).tiny)
-    return ratio.masked_fill(error == 0, 0.0).nan_to_num(torch.inf, torch.inf)
+    worst, is_empty = ratio(result.output, exact.output, bound).amax(2), exact.lse == -torch.inf
+    if not with_lse:
+        return worst.masked_fill(is_empty, 0.0)
+    empty_error = torch.where(result.lse.isinf(), 0.0, torch.inf)
+    by_lse = ratio(result.lse, exact.lse, lse_bound)
+    return torch.where(is_empty, empty_error, torch.maximum(worst, by_lse))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -425,10 +417,9 @@ def planted_fault(case: MlaCase, name: str | None) -> Fault:
         return SOUND
     if name not in MLA_FAULTS:
         refuse("fault", f"one of {', '.join(MLA_FAULTS)}", name)
-    if MLA_FAULTS[name] not in faults_of(case):
-        refuse(
-            "fault", f"one of {', '.join(one.name for one in faults_of(case))} for this case", name
-        )
+    possible = [one.name for one in faults_of(case)]
+    if name not in possible:
+        refuse("fault", f"one of {', '.join(possible)} for this case", name)
     return MLA_FAULTS[name]
 
 

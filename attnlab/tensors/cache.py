@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise, starmap
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from attnlab.case.case import Case, Lengths
 from attnlab.case.errors import InvalidCall, Unavailable
 from attnlab.case.shown import Shown
 from attnlab.tensors.formats import FORMATS, ElementFormat, coarse, spanning, store, written_format
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # Values of query, key and value that random numbers do not have, by the names of a Case's ``distribution``.
 #
@@ -117,6 +121,17 @@ def distribution_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     return "near_limit" if bool((value.abs().float() >= smallest).all()) else "normal"
 
 
+Noun = TypeVar("Noun", bound="DataclassInstance")
+
+
+def on_device(noun: Noun, device: str) -> Noun:
+    """Return a dataclass with its tensors on a device, "cpu" or "cuda"; itself if they are there."""
+    given = {one.name: getattr(noun, one.name) for one in dataclasses.fields(noun)}
+    tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
+    moved = {name: one.to(device) for name, one in tensors.items() if one.device.type != device}
+    return dataclasses.replace(noun, **moved) if moved else noun
+
+
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements that one generator draws
 _FEW = 1 << 18  # elements that are drawn before threads would start
@@ -153,16 +168,7 @@ class Batch(Shown):
 
     def cpu(self) -> "Batch":
         """Return the batch with its tensors on the CPU; itself if they are there."""
-        if self.query.device.type == "cpu":
-            return self
-        return Batch(
-            lengths=self.lengths,
-            query=self.query.cpu(),
-            key=self.key.cpu(),
-            value=self.value.cpu(),
-            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes.cpu(),
-            sinks=None if self.sinks is None else self.sinks.cpu(),
-        )
+        return on_device(self, "cpu")
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of key and value of the new tokens, in the order of ``query``.
@@ -363,13 +369,10 @@ def _runs(
                 yield int(some_rows[0]), some
 
 
-def _widened(tensor: torch.Tensor, most_bytes: int = 16) -> torch.Tensor:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view with wider elements, each of several elements of ``tensor``'s last dimension."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
-    for size, dtype in _CARRIERS.items():
-        if size <= most_bytes and row_bytes % size == 0:
-            return tensor.view(dtype)
-    raise AssertionError("unreachable: a row is a multiple of one byte")
+    return tensor.view(next(dtype for size, dtype in _CARRIERS.items() if row_bytes % size == 0))
 
 
 def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import KV_CACHE_DTYPES, OPS, UNIFIED, VLLM_OPS, WRAPPER, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors import call_file
-from attnlab.tensors.cache import LAYOUTS, find_layout, to_x_split
+from attnlab.tensors.cache import LAYOUTS, find_layout, on_device, to_x_split
 from attnlab.tensors.call_file import copy_blocks, named_by
 from attnlab.tensors.visibility import Visibility
 
@@ -141,11 +141,7 @@ def _check_bias(bias: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: tor
 #
 # :meth:`attnlab.tensors.call.KernelCall.from_tensors` is the public entry.
 
-_FP8 = {
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e5m2: "fp8_e5m2",
-}
+_FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,25 +180,23 @@ class PlainCall:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         key, value = self._new_tokens(op, value_cache, query_lens)
         return {
+            **{
+                name: getattr(self, name) for name in ("query", "output", "block_table", "seq_lens")
+            },
             "op": op.name,
-            "query": self.query,
             "key": key,
             "value": value,
-            "output": self.output,
             "kv_cache_dtype": kv_cache_dtype,
             "key_cache": key_cache,
             "value_cache": value_cache,
-            "block_table": self.block_table,
             "query_start_loc": starts,
-            "seq_lens": self.seq_lens,
             "layout": layout,
             "new_tokens": "in the cache" if self.key is None else "given",
         }
 
     def _check_tensors(self) -> None:
         """Check types, devices and the shapes that do not depend on the layout."""
-        check_tensor("query", self.query)
-        for name in ("key_cache", "value_cache", "block_table", "seq_lens"):
+        for name in ("query", "key_cache", "value_cache", "block_table", "seq_lens"):
             check_tensor(name, getattr(self, name))
         for name in ("key_cache", "value_cache", "key", "value", "output"):
             if getattr(self, name) is not None:
@@ -215,8 +209,7 @@ class PlainCall:
         if self.op is not None and self.op not in OPS:
             raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
         if (self.key is None) != (self.value is None):
-            missing = "key" if self.key is None else "value"
-            other = "value" if self.key is None else "key"
+            missing, other = ("key", "value") if self.key is None else ("value", "key")
             raise InvalidCall(f"{missing} must be given with {other}, got None")
         if self.key is not None:
             check_dims("key", self.key, 3)
@@ -657,10 +650,7 @@ class KernelCall(Shown):
 
     def cpu(self) -> "KernelCall":
         """Return the call with its tensors on the CPU; itself if they are there."""
-        moved: dict[str, Any] = {
-            name: one.cpu() for name, one in self.tensors().items() if one.device.type != "cpu"
-        }
-        return dataclasses.replace(self, **moved) if moved else self
+        return on_device(self, "cpu")
 
     def with_named_blocks(self) -> "KernelCall":
         """Return the call with copies of only the blocks that its block table names, renumbered.

@@ -8,7 +8,7 @@ docs/call-file.md describes the document; docs/call-file.schema.json is its JSON
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.output_file import replacing
+from attnlab.case.shown import Document
 
 # Tensors as bytes of a storage plus dtype, shape, stride and offset.
 
@@ -35,7 +36,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Stored(Document):
     """Where a tensor is in a storage: the storage's name, and dtype, shape, stride and offset.
 
     ``stride`` and ``offset`` are in elements, as in torch.
@@ -65,10 +66,6 @@ class Stored:
             raise InvalidCall(text)
         sizes = {name: tuple(entry[name]) for name in ("shape", "stride")}
         return cls(**{**entry, **sizes})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON-able values."""
-        return {**asdict(self), "shape": list(self.shape), "stride": list(self.stride)}
 
 
 def stored_tensors(
@@ -324,24 +321,21 @@ def is_call_file(path: Path) -> bool:
 
 
 def _of_document(path: Path, document: dict[str, Any], raw: dict[str, torch.Tensor]) -> CallFile:
-    parts: dict[str, dict[str, Any]] = {}
     for name in ("scalars", "tensors", "origin"):
-        part = document.get(name)
-        if not isinstance(part, dict):
+        if not isinstance(part := document.get(name), dict):
             raise InvalidCall(f"{path} must have an object {name}, got {part!r:.60}", field=name)
-        parts[name] = part
     storages = {name: tensor.clone() for name, tensor in raw.items()}  # each in memory of its own
     tensors = {}
-    for name, entry in parts["tensors"].items():
+    for name, entry in document["tensors"].items():
         try:
             tensors[name] = tensor_of(Stored.of_dict(entry), storages)
         except InvalidCall as error:
             raise InvalidCall(f"{path}: tensor {name}: {error}", field=name) from error
     return CallFile(
         format=FORMAT,
-        scalars=parts["scalars"],
+        scalars=document["scalars"],
         tensors=tensors,
-        origin=parts["origin"],
+        origin=document["origin"],
         names_missing="missing" in document,
     )
 

@@ -240,9 +240,8 @@ def flash(
     if strides == "contiguous":
         return key, value
     if strides == "HND":
-        both = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)
-        first, second = both.unbind(1)
-        return first.transpose(1, 2), second.transpose(1, 2)
+        fused = flash(key.transpose(1, 2), value.transpose(1, 2), "fused")
+        return fused[0].transpose(1, 2), fused[1].transpose(1, 2)
     first, second = torch.stack([key, value], 1).unbind(1)
     return first, second
 
@@ -296,12 +295,18 @@ def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
     ``torch.cumsum`` of int32 returns int64. So "int32_before_cumsum", the test's first fix, gives int64;
     this function computes it in the same way.
     """
-    lens = [0, *query_lens]
-    if how == "int64":
-        return torch.cumsum(torch.tensor(lens, dtype=torch.long), dim=0)
-    if how == "int32_before_cumsum":
-        return torch.cumsum(torch.tensor(lens, dtype=torch.int), dim=0)
-    return torch.cumsum(torch.tensor(lens), dim=0).to(torch.int32)
+    given = torch.int if how == "int32_before_cumsum" else torch.long
+    starts = torch.cumsum(torch.tensor([0, *query_lens], dtype=given), dim=0)
+    return starts if how in ("int64", "int32_before_cumsum") else starts.to(torch.int32)
+
+
+def _output_of(case: Case) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Return the shape and the dtype of a Case's output."""
+    dtype = FORMATS[case.dtype].dtype
+    if not case.spec.writes_cache:
+        return (case.lengths.num_tokens, case.num_heads, case.head_size), dtype
+    shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
+    return shape, read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
 
 
 def make_output(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -310,11 +315,7 @@ def make_output(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
     vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by
     :func:`attnlab.tensors.cache.garbage`, so that an unwritten row never passes by chance.
     """
-    shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
-    dtype = FORMATS[case.dtype].dtype
-    if case.spec.writes_cache:
-        shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
-        dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
+    shape, dtype = _output_of(case)
     if case.output_init == "recycled":
         return garbage(shape, seed=case.seed + 4, device=device).to(dtype)
     fill = float("nan") if case.output_init == "nan" else 0.0
@@ -388,19 +389,14 @@ def hollow_call(case: Case) -> KernelCall:
     tokens, heads, head_size = case.lengths.num_tokens, case.num_kv_heads, case.head_size
     dtype, stored = FORMATS[case.dtype].dtype, written_format(case).storage
     key_cache = (case.total_blocks, heads, head_size // case.key_x, case.block_size, case.key_x)
-    output = torch.empty(tokens, case.num_heads, head_size, dtype=dtype)
-    if case.spec.writes_cache:
-        output = torch.empty(
-            (case.total_blocks * case.block_size, heads, 2 * head_size),
-            dtype=read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype,
-        )
+    output_shape, output_dtype = _output_of(case)
     return call_of(
         case,
         make_block_table(case),
         query=torch.empty(tokens, case.num_heads, head_size, dtype=dtype),
         key=torch.empty(tokens, heads, head_size, dtype=dtype),
         value=torch.empty(tokens, heads, head_size, dtype=dtype),
-        output=output,
+        output=torch.empty(output_shape, dtype=output_dtype),
         key_cache=torch.empty(key_cache, dtype=stored),
         value_cache=torch.empty((*key_cache[:2], head_size, case.block_size), dtype=stored),
         alibi_slopes=alibi_slopes(case.num_heads) if case.alibi else None,

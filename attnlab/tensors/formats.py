@@ -245,3 +245,10 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     one, other = one.double(), other.double()
     far = (one - other).abs().nan_to_num(torch.inf, torch.inf)
     return far.masked_fill(same_numbers(one, other), 0.0)
+
+
+def ratio(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Return each :func:`distance` as a multiple of its bound, which is NaN where both are NaN."""
+    error = distance(found, expected)
+    multiple = (error / bound.clamp(min=1e-300)).nan_to_num(torch.inf, torch.inf)
+    return multiple.masked_fill(error == 0, 0.0)

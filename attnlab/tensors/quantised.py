@@ -61,11 +61,6 @@ class Formats:
         """Return numbers of an output with the limit as the largest; NaN stays."""
         return output if self.limit == math.inf else output.clamp(-self.limit, self.limit)
 
-    @property
-    def has_fp8_query(self) -> bool:
-        """Answer whether the query is stored in FP8."""
-        return self.query in FP8_DTYPES
-
 
 def has_fp8_query(call: KernelCall) -> bool:
     """Answer whether the query of a call is stored in FP8."""
