@@ -48,7 +48,7 @@ def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: boo
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
-    from attnlab.show.plots.weights import plot_xray
+    from attnlab.show.plots import plot_xray
 
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(13.5, 7.6), layout="constrained")
@@ -323,7 +323,7 @@ def _drawn(maps: dict[str, ErrorMap], owners: Sequence[int | None], title: str) 
     """Return a PNG with the error maps side by side; ``owners`` as from ``owners_of``, for each map."""
     from matplotlib.figure import Figure
 
-    from attnlab.show.plots.errors import plot_error
+    from attnlab.show.plots import plot_error
 
     figure = Figure(figsize=(7.5 * len(maps), 5.2), layout="constrained")
     panels = figure.subplots(1, len(maps), squeeze=False)[0]
