@@ -6,7 +6,6 @@ them.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import random
@@ -163,12 +162,9 @@ ARGUMENT_VARIANTS = (
 # of a Case refuse together, are not combined.
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value of a knob: the fields of a Case that it sets."""
-
-    name: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+Values = Mapping[
+    str, Mapping[str, Any]
+]  # the fields of a Case that each value of a knob sets, by its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +172,13 @@ class Knob:
     """A property of a case, with its values, the plain one first, and which ops' results depend on it."""
 
     name: str
-    values: tuple[Value, ...]
+    values: Values
     is_of: Callable[[Op], bool] = lambda op: True
 
 
 def _knob(name: str, is_of: Callable[[Op], bool], **values: Mapping[str, Any]) -> Knob:
     """Return a knob; an underscore in the name of a value is a space."""
-    named = (Value(text.replace("_", " "), fields) for text, fields in values.items())
-    return Knob(name, tuple(named), is_of)
+    return Knob(name, {text.replace("_", " "): fields for text, fields in values.items()}, is_of)
 
 
 def _every(op: Op) -> bool:
@@ -280,10 +275,9 @@ KNOBS = (
 TRIPLE = (MASK, CACHE, SPLIT)
 
 
-def values_of(op: str, lengths: Knob) -> dict[str, dict[str, Value]]:
+def values_of(op: str, lengths: Knob) -> dict[str, Values]:
     """Return the values of the knobs of an op by the names of knob and value; ``lengths`` is one of them."""
-    knobs = [knob for knob in (*KNOBS, lengths) if knob.is_of(OPS[op])]
-    return {knob.name: {value.name: value for value in knob.values} for knob in knobs}
+    return {knob.name: knob.values for knob in (*KNOBS, lengths) if knob.is_of(OPS[op])}
 
 
 # Covering design: rows of knob values in which every allowed pair occurs, and every allowed triple of mask,
@@ -306,7 +300,7 @@ class Design:
     - ``make``: returns the Case of a row's fields.
     """
 
-    values: Mapping[str, Mapping[str, Value]]
+    values: Mapping[str, Values]
     refused: Mapping[Tuple, str]
     make: Make
 
@@ -314,7 +308,7 @@ class Design:
         """Return the fields of a Case that a row sets; raise InvalidCase if two values set one field."""
         fields: dict[str, Any] = {}
         for knob, name in row.items():
-            for field, value in self.values[knob][name].fields.items():
+            for field, value in self.values[knob][name].items():
                 if field in fields and fields[field] != value:
                     raise InvalidCase(f"two values set {field}", field=field)
                 fields[field] = value
@@ -381,7 +375,7 @@ class Design:
 
 
 def find_design(
-    values: Mapping[str, Mapping[str, Value]],
+    values: Mapping[str, Values],
     make: Make,
     refusal: Callable[[Any], str] = lambda case: "",
 ) -> Design:
@@ -392,7 +386,7 @@ def find_design(
     """
     refused: dict[Tuple, str] = {}
     every = Design(values=values, refused=refused, make=make)
-    kept: dict[str, dict[str, Value]] = {}
+    kept: dict[str, dict[str, Mapping[str, Any]]] = {}
     for knob, named in values.items():
         kept[knob] = {}
         made = list[object]()
@@ -515,27 +509,27 @@ def lengths_knob(op: str, found: Edges) -> Knob:
         seqs += zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)
     values = _values(seqs)
     if size := OPS[op].partition_size:
-        values.append(_value([(1, n - 1) for n in _around({size})]))
-    return Knob(LENGTH_KNOBS, tuple(values))
+        values |= _value([(1, n - 1) for n in _around({size})])
+    return Knob(LENGTH_KNOBS, values)
 
 
 def _around(numbers: Iterable[int]) -> list[int]:
     return sorted({n for number in numbers for n in (number - 1, number, number + 1)})
 
 
-def _values(seqs: list[tuple[int, int]]) -> list[Value]:
+def _values(seqs: list[tuple[int, int]]) -> dict[str, dict[str, Any]]:
     """Distribute sequences, each (query_len, ctx_len), over values; the first value is the shortest."""
     ordered = sorted(seqs, key=sum)
     count = max(2, len(seqs) // _SEQS)
     made = sorted((ordered[i::count] for i in range(count)), key=lambda one: sum(map(sum, one)))
-    return [_value(one) for one in made]
+    return {name: fields for one in made for name, fields in _value(one).items()}
 
 
-def _value(seqs: list[tuple[int, int]]) -> Value:
-    """Return the value of sequences, each (query_len, ctx_len)."""
+def _value(seqs: list[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """Return the value of sequences, each (query_len, ctx_len), by its name."""
     text = ", ".join(f"{query_len} after {ctx_len}" for query_len, ctx_len in seqs)
     queries, contexts = zip(*seqs, strict=True)
-    return Value(text, {"query_lens": queries, "ctx_lens": contexts})
+    return {text: {"query_lens": queries, "ctx_lens": contexts}}
 
 
 # The rows of a covering design, kept in the cache folder: covertable needs seconds for many knobs.
@@ -684,9 +678,9 @@ def random_case(backend: Backend, op: str, platform: str, rng: random.Random) ->
     """Return a Case with random knobs, lengths, heads and sizes. Raises InvalidCase if they do not fit."""
     fields: dict[str, Any] = {}
     for knob in KNOBS:
-        others = [value for value in knob.values[1:] if "op_argument" not in value.fields]
+        others = [one for one in [*knob.values.values()][1:] if "op_argument" not in one]
         if knob.is_of(OPS[op]) and others and rng.random() < _UNUSUAL:
-            fields |= rng.choice(others).fields
+            fields |= rng.choice(others)
     group = rng.choice((1, 1, 2, 3, 4, 8))
     fields |= {
         "num_queries_per_kv": group,
