@@ -57,6 +57,7 @@ from attnlab.checker.releases import (
     Release,
     ReleasePlan,
     ReleaseTable,
+    merged_releases,
     name_of,
     op_digest,
     op_files,
@@ -732,10 +733,4 @@ def newest_findings(table: ReleaseTable) -> dict[str, list[Finding]]:
 
 def merged_atlas(header: Header, outcomes: Outcomes) -> ReleaseTable:
     """Return the table of merged stores; ``seconds`` is the sum of the calls' times."""
-    return build_atlas(
-        header,
-        [Task(**fields) for fields in header["cases"]],
-        outcomes,
-        seconds=sum(outcome.seconds for outcome in outcomes.values()),
-        stopped="its shard was stopped before",
-    )
+    return merged_releases(header, outcomes, build_atlas)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes, write_text
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, OBSERVATIONS, Finding
-from attnlab.checker.releases import STATES, Fault, OpRun, ReleaseTable, ranges
+from attnlab.checker.matrix import junit_text, suite_of
+from attnlab.checker.releases import STATES, Fault, ReleaseTable, ranges
 from attnlab.checker.report import NotRun, Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
@@ -63,21 +65,6 @@ def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: boo
 # to the user's folder only.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLine:
-    """A line of a page: its number, its text as HTML, and its state.
-
-    - ``state``: "reached", "missed", "partly" (a branch lacks an outcome), "excused", or "" for a line
-      without code.
-    - ``note``: what no case reached, and the reason if there is one.
-    """
-
-    number: int
-    html: str
-    state: str
-    note: str
-
-
 def check_writable(folder: Path) -> None:
     """Create the folder of the pages."""
     check_installed("pages", "jinja2", "nbconvert", "pygments")
@@ -100,8 +87,13 @@ def write_coverage(report: "Report", folder: Path, command: str) -> Path:
     return folder / "index.html"
 
 
-def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
-    """Yield the lines of a function."""
+def _lines(function: "Function", found: "OpCoverage") -> Iterator[dict[str, Any]]:
+    """Yield the lines of a function for the template: the number, the text as HTML, the state and a note.
+
+    - ``state``: "reached", "missed", "partly" (a branch lacks an outcome), "excused", or "" for a line
+      without code.
+    - ``note``: what no case reached, and the reason if there is one.
+    """
     gaps = _by_line(function, found.missing)
     excused = _by_line(function, found.excused)
     from pygments import highlight
@@ -120,7 +112,7 @@ def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
             state = "missed" if is_line else "partly" if missing else "excused"
         notes = [f"never {gap.what}" if gap.what != "line" else "not reached" for gap in missing]
         notes += dict.fromkeys(gap.reason for gap in allowed)
-        yield SourceLine(number=number, html=line, state=state, note="; ".join(notes))
+        yield {"number": number, "html": line, "state": state, "note": "; ".join(notes)}
 
 
 def _by_line(function: "Function", gaps: list["Gap"]) -> dict[int, list["Gap"]]:
@@ -136,29 +128,11 @@ SIGNS = {"finding": "●", "sound": "·", "other fault": "○", "absent": "", "n
 NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not confirmed": "≠", "not runnable": "–", "not tried": ""}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A fault as the page shows it.
-
-    ``spans``: the releases that have it, as ranges without gaps; ``kind``: in words; ``command``: runs its
-    smallest case in the first release; ``group``: the heading above it; ``runs``: of a fault of several
-    libraries, what its calls did, by state.
-    """
-
-    number: int
-    fault: Fault
-    spans: str
-    kind: str
-    command: str
-    group: str
-    runs: dict[str, list[tuple[OpRun, str]]]
-
-
-def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
-    """Write the table as one self-contained HTML page; ``command``: what made it, default this command."""
+def write_releases(path: Path, table: ReleaseTable) -> None:
+    """Write the table as one self-contained HTML page."""
     faults = sorted(table.faults, key=lambda one: _GROUPS.index(_age(table, one)))
     rows = [_row(table, number, fault) for number, fault in enumerate(faults, 1)]
-    groups = groupby(rows, lambda row: row.group)
+    groups = groupby(rows, itemgetter("group"))
     page = render_page(
         "releases.html.j2",
         title=_title(table),
@@ -171,7 +145,7 @@ def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
         is_native_tried=any(fault.native for fault in table.faults),
         counts=Counter(state for fault in table.faults for state in fault.cells.values()),
         states=STATES,
-        command=command or shlex.join(["attnlab", *sys.argv[1:]]),
+        command=shlex.join(["attnlab", *sys.argv[1:]]),
     )
     write_text(path, page)
 
@@ -198,31 +172,32 @@ def _title(table: ReleaseTable) -> str:
     return f"Faults of the attention ops of {', '.join(libraries[:-1])} and {libraries[-1]}"
 
 
-def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
+def _row(table: ReleaseTable, number: int, fault: Fault) -> dict[str, Any]:
+    """Return a fault as the page shows it.
+
+    ``spans``: the releases that have it, as ranges without gaps; ``kind``: in words; ``command``: runs its
+    smallest case in the first release; ``group``: the heading above it; ``runs``: of a fault of several
+    libraries, what its calls did, by state.
+    """
     finding, first = fault.finding, next(iter(fault.releases), "")
     is_state = finding.state_case is not None
     is_vllm = not is_state and finding.case.backend == "vllm" and not finding.horizon
     source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
     source = " --source SOURCE" if is_state else source
     age = _age(table, fault)
-    return Row(
-        number=number,
-        fault=fault,
-        spans=spans(table.releases, fault),
-        kind=KINDS[finding.kind],
-        command=finding.run(first) + source,
-        group=f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op,
-        runs={
+    return {
+        "number": number,
+        "fault": fault,
+        "spans": ranges(table.releases, fault.releases),
+        "kind": KINDS[finding.kind],
+        "command": finding.run(first) + source,
+        "group": f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op,
+        "runs": {
             state: [(one, ranges(table.releases, one.releases)) for one in of]
             for state in STATES
             if (of := [one for one in fault.runs if one.state == state])
         },
-    )
-
-
-def spans(releases: list[str], fault: Fault) -> str:
-    """Return the releases that have a fault as ranges, such as "0.9.0 to 0.11.2, 0.30.0"."""
-    return ranges(releases, fault.releases)
+    }
 
 
 def _minor(version: str) -> str:
@@ -381,9 +356,7 @@ def junit(report: Report) -> str:
     for name in ("tests", "failures", "errors", "skipped"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     root.set("time", f"{report.seconds:.3f}")
-    ET.indent(root)
-    text = ET.tostring(root, encoding="unicode")
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
+    return junit_text(root)
 
 
 def _suite(report: Report, op: str) -> ET.Element:
@@ -399,11 +372,7 @@ def _suite(report: Report, op: str) -> ET.Element:
             case = _case(op, f"{_MISSING}: {entry.kind}, {entry.diagnosis}")
             ET.SubElement(case, "failure", type="missing", message=_clean(entry.link))
             cases.append(case)
-    suite = ET.Element("testsuite", name=op, tests=str(len(cases)), errors="0")
-    for name, tag in (("failures", "failure"), ("skipped", "skipped")):
-        suite.set(name, str(sum(case.find(tag) is not None for case in cases)))
-    suite.extend(cases)
-    return suite
+    return suite_of(op, cases)
 
 
 def _kind(report: Report, op: str, kind: str, findings: list[Finding]) -> ET.Element:

@@ -404,14 +404,14 @@ class Panel:
             if problem is not None:
                 at_fault = problem.field if problem.field in self.controls else draft.last
             for name, control in self.controls.items():
-                control.explain(problem.text if problem is not None and name == at_fault else "")
+                control.explain(str(problem) if problem is not None and name == at_fault else "")
             self._mark_changes(at_fault)
             fixed = set() if problem is not None else inputs.without_effect(draft.case())
             for name, control in self.controls.items():
                 control.disable(name in fixed)
             if problem is not None:
                 self._worker.cancel()
-                self.progress.end(f"invalid case: {problem.text}")
+                self.progress.end(f"invalid case: {problem}")
                 return
             case = draft.case()
             self.case_text.show(case, self._cell_text(case))
