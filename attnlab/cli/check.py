@@ -133,10 +133,10 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _backend(args: argparse.Namespace) -> "Backend":
     """Return what is checked, and create the folders of the files to write."""
-    from attnlab.checker.check import backend_of
+    from attnlab.checker.check import Chosen
 
     _check_flags(args)
-    backend = backend_of(**_library(args))
+    backend = Chosen(**_library(args)).backend()
     command.notice_binding(backend)
     if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
@@ -207,13 +207,13 @@ def _page_facts(args: argparse.Namespace, report: "Report") -> dict[str, Any]:
     found = [one for one in report.unexpected if not one.horizon and one.kind != "fails"]
     if args.html is None or not found:
         return {}
-    from attnlab.checker.check import backend_of
+    from attnlab.checker.check import Chosen
     from attnlab.contracts.contract import Target
     from attnlab.lab.lab import Lab
     from attnlab.reports.close_up import trace_run
     from attnlab.reports.upstream import script_of
 
-    case, backend = found[0].case, backend_of(**_library(args))
+    case, backend = found[0].case, Chosen(**_library(args)).backend()
     lab = Lab(source=backend.path, device="cpu")
     lab.use(backend)
     try:
@@ -251,11 +251,11 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
     """Write the pictures of --pictures; return their page, or None without the flag."""
     if args.pictures is None:
         return None
-    from attnlab.checker.check import backend_of
+    from attnlab.checker.check import Chosen
     from attnlab.reports.check_pages import write_pictures
 
     words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):
         return write_pictures(
-            report, backend_of(**_library(args)), args.pictures, shlex.join(words)
+            report, Chosen(**_library(args)).backend(), args.pictures, shlex.join(words)
         )

@@ -266,7 +266,8 @@ def _judged(
             if found[1].diagnosis.is_wrong:
                 break
             with contextlib.suppress(AttnLabError):
-                found = max(found, (other, judge(other.call, None)), key=_is_wrong)
+                judged = judge(other.call, None)
+                found = (other, judged) if judged.diagnosis.is_wrong else found
         return found
     makers = [
         other
@@ -288,10 +289,6 @@ def _judged(
             if exchanged.diagnosis.is_wrong:
                 return maker, exchanged
     return one, judgement
-
-
-def _is_wrong(found: tuple[Recorded, Judgement]) -> bool:
-    return found[1].diagnosis.is_wrong
 
 
 def _call_and_comparison(

@@ -823,17 +823,14 @@ def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signat
     except (TypeError, ValueError):
         if op.function != SDPA:
             raise
-    return inspect.signature(_sdpa_parameters)
-
-
-def _sdpa_parameters(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Have the parameters of torch.nn.functional.scaled_dot_product_attention (torch 2.13)."""
+    defaults = {
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+    }  # torch 2.13
+    defaults |= {"enable_gqa": False}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(name, kind) for name in ("query", "key", "value")]
+    given += [inspect.Parameter(name, kind, default=one) for name, one in defaults.items()]
+    return inspect.Signature(given)

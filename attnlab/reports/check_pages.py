@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -253,29 +254,22 @@ def write_pictures(report: Report, backend: Backend, folder: Path, command: str)
 
 def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Picture:
     """Draw a finding at the Case where it was first found and at its smallest Case, and write ``path``."""
-    kind = KINDS[finding.kind]
+    picture = partial(Picture, finding=finding, kind=KINDS[finding.kind])
     if finding.horizon:
-        return Picture(finding=finding, kind=kind, why="no tensor of this size was allocated")
+        return picture(why="no tensor of this size was allocated")
     if finding.kind == "fails":
-        return Picture(
-            finding=finding, kind=kind, why="the call raised an error, so there is no output"
-        )
+        return picture(why="the call raised an error, so there is no output")
     given = {"first found": finding.first, "the smallest case": finding.case}
     cases = {words: case for words, case in given.items() if case is not None}
     try:
         maps = {words: errors_of(lab, backend, case, finding) for words, case in cases.items()}
     except AttnLabError as error:
-        return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
+        return picture(why=f"the second run raised an error: {error}")
     owners = [owners_of(case) for case in cases.values()]
     data = _drawn(maps, owners, f"{finding.op}: {finding.diagnosis}")
     write_bytes(path, data)
-    return Picture(
-        finding=finding,
-        kind=kind,
-        path=path,
-        data=base64.b64encode(data).decode(),
-        **_xray(lab, backend, finding),
-    )
+    text = base64.b64encode(data).decode()
+    return picture(path=path, data=text, **_xray(lab, backend, finding))
 
 
 def _xray(lab: Lab, backend: Backend, finding: Finding) -> dict[str, Any]:

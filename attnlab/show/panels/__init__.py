@@ -10,8 +10,7 @@ from pathlib import Path
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
-from attnlab.show.panels.case_panel import Panel
-from attnlab.show.panels.runners import Kernel, NotebookKernels, subject
+from attnlab.show.panels.case_panel import Kernel, NotebookKernels, Panel, subject
 from attnlab.show.panels.views import FACTS, VIEWS, XRAY
 from attnlab.tensors.call import KernelCall
 
