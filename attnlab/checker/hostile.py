@@ -108,13 +108,16 @@ def _table(name: str) -> Iterator[Variant]:
 
 
 # Query and context lengths around the edges of blocks, tiles and partitions.
-LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((1, 5, 1), (16, 15, 31)),
-    ((1, 17), (15, 0)),
-    ((2, 1, 1), (33, 63, 1)),
-    ((1, 9), (64, 40)),
-    ((1, 1), (129, 1)),
-    ((19, 1), (0, 48)),
+LENGTHS = tuple(
+    {"query_lens": query_lens, "ctx_lens": ctx_lens}
+    for query_lens, ctx_lens in (
+        ((1, 5, 1), (16, 15, 31)),
+        ((1, 17), (15, 0)),
+        ((2, 1, 1), (33, 63, 1)),
+        ((1, 9), (64, 40)),
+        ((1, 1), (129, 1)),
+        ((19, 1), (0, 48)),
+    )
 )
 VARIANTS = (*_table("first"),)
 # Of each op in benchmarks: all variants, so that the further ones run, too, and rows of the covering design.
@@ -607,7 +610,7 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
         if not variant.is_for(op):
             continue
         lengths, splits = LENGTHS[i % len(LENGTHS)], {"num_splits": _SPLITS[i % len(_SPLITS)]}
-        fields = {**_fields(lengths), **(splits if OPS[op].num_splits else {}), **variant.fields}
+        fields = {**lengths, **(splits if OPS[op].num_splits else {}), **variant.fields}
         seed = rng.randrange(1 << 30)
         for form in ({}, *([{"num_splits": 0}] if _loses_rows(backend, op, fields) else [])):
             with contextlib.suppress(InvalidCase):
@@ -660,7 +663,7 @@ def hostile_design(backend: Backend, op: str, platform: str) -> Design:
             raise InvalidCase(f"{op} has no argument for the scales of an {', '.join(missing)}")
         return case
 
-    plain = [make(_fields(LENGTHS[0]))]
+    plain = [make(LENGTHS[0])]
     if OPS[op].num_splits:
         plain.append(plain[0].replace(num_splits=_SPLITS[-1]))
     values = values_of(op, lengths_knob(op, edges(backend, plain)))
@@ -690,15 +693,13 @@ def random_case(backend: Backend, op: str, platform: str, rng: random.Random) ->
         "dtype": rng.choice([one for one in _RANDOM_DTYPES if one in backend.dtypes]),
     }
     count = rng.randint(1, 4)
-    lengths = (
-        tuple(rng.choice((1, rng.randint(1, 40), rng.randint(1, 40))) for _ in range(count)),
-        tuple(rng.choice((0, rng.randint(1, 40), rng.randint(1, 200))) for _ in range(count)),
+    fields["query_lens"] = tuple(
+        rng.choice((1, rng.randint(1, 40), rng.randint(1, 40))) for _ in range(count)
     )
-    return _make_case(backend, op, platform, {**_fields(lengths), **fields}, rng.randrange(1 << 30))
-
-
-def _fields(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
-    return {"query_lens": lengths[0], "ctx_lens": lengths[1]}
+    fields["ctx_lens"] = tuple(
+        rng.choice((0, rng.randint(1, 40), rng.randint(1, 200))) for _ in range(count)
+    )
+    return _make_case(backend, op, platform, fields, rng.randrange(1 << 30))
 
 
 def _make_case(

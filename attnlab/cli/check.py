@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_states(args: argparse.Namespace) -> int:
     """Check a library of linear attention, whose ops have states in place of a cache."""
-    allowed = (
+    allowed = [
         "library",
         "source",
         "installed",
@@ -55,7 +55,7 @@ def _check_states(args: argparse.Namespace) -> int:
         "html",
         "markdown",
         "note",
-    )
+    ]
     parser = argparse.ArgumentParser()
     COMMANDS["check"].add_flags(parser)
     for name, default in vars(parser.parse_args([])).items():

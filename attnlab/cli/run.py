@@ -122,12 +122,7 @@ def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.decode_error import decode
 
     decoded = decode(found, case, platform_by=platform_by)
-    pictures: tuple[Any, ...] = ()
-    if args.html is not None:
-        from attnlab.reports.shared_page import text_pictures
-
-        pictures = text_pictures(decoded, case)
-    command.share(args, decoded, pictures=pictures)
+    command.share(args, decoded, draw=lambda pages: pages.text_pictures(decoded, case))
     put(decoded, args.json, args.assumed)
     return 0
 
@@ -269,11 +264,8 @@ def _run(args: argparse.Namespace) -> int:
             seed=seed,
             on_case=lambda done: on_step("comparing", done, count),
         )
-    pictures: tuple[Any, ...] = ()
-    if args.html is not None:
-        from attnlab.reports.shared_page import comparison_pictures
-
-        pictures = comparison_pictures(found.names, found.marks())
-    command.share(args, found, pictures=pictures)
+    command.share(
+        args, found, draw=lambda pages: pages.comparison_pictures(found.names, found.marks())
+    )
     put(found, args.json)
     return found.exit_code

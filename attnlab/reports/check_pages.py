@@ -439,8 +439,16 @@ def sarif(report: Report) -> dict[str, Any]:
     not run is a notification of the run.
     """
     findings = [*report.findings, *report.observations]
+    rules = [
+        {
+            "id": kind,
+            "shortDescription": {"text": text},
+            "defaultConfiguration": {"level": _level(kind)},
+        }
+        for kind, text in _RULES.items()
+    ]
     run = {
-        "tool": {"driver": {"name": "attnlab", "version": __version__, "rules": _rules()}},
+        "tool": {"driver": {"name": "attnlab", "version": __version__, "rules": rules}},
         "automationDetails": {"id": f"attnlab check/{report.version}/"},
         "originalUriBaseIds": {
             _ROOT: {"description": {"text": f"the root of the source of {report.version}"}}
@@ -457,18 +465,6 @@ def sarif(report: Report) -> dict[str, Any]:
         "results": [_result(report, finding) for finding in findings],
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
-def _rules() -> list[dict[str, Any]]:
-    """Return a rule for each kind of fault and of observation."""
-    return [
-        {
-            "id": kind,
-            "shortDescription": {"text": text},
-            "defaultConfiguration": {"level": _level(kind)},
-        }
-        for kind, text in _RULES.items()
-    ]
 
 
 def _level(kind: str) -> str:
@@ -543,7 +539,11 @@ def summary(report: Report) -> str:
     ]
     if report.findings:
         rows = [_check_files_row(report, finding) for finding in report.findings]
-        parts += ["\n".join([_HEAD, *rows]), _commands(report)]
+        commands = "\n".join(finding.run(report.source) for finding in report.findings)
+        folded = (
+            f"<details><summary>Smallest cases</summary>\n\n```sh\n{commands}\n```\n\n</details>"
+        )
+        parts += ["\n".join([_HEAD, *rows]), folded]
     lists = {
         "Known findings that no longer appear": [
             f"{entry.op}, {entry.kind}, {entry.diagnosis}: {entry.link}" for entry in report.missing
@@ -575,12 +575,6 @@ def _check_files_row(report: Report, finding: Finding) -> str:
     if known:
         cells[1] += f" ([known]({known}))"
     return f"| {' | '.join(cells)} |"
-
-
-def _commands(report: Report) -> str:
-    """Return the commands that show the findings, folded."""
-    commands = "\n".join(finding.run(report.source) for finding in report.findings)
-    return f"<details><summary>Smallest cases</summary>\n\n```sh\n{commands}\n```\n\n</details>"
 
 
 def _text(text: str) -> str:

@@ -396,11 +396,11 @@ def render_page(template: str, **facts: Any) -> str:
     """
     css = (TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_colours()
     facts = {"versions": versions(), "date": _date(None), **facts}
-    return str(_environment().get_template(template).render(css=css, **facts))
+    return str(templates().get_template(template).render(css=css, **facts))
 
 
 @cache
-def _environment() -> Any:
+def templates() -> Any:
     """Return the templates; each is compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -41,7 +41,7 @@ from attnlab.library.op import names_in, package_of
 from attnlab.linear.state_call import StateCall, make_call
 from attnlab.linear.state_case import RECORDS, StateCase
 from attnlab.linear.state_plan import right_plan
-from attnlab.reports.pages import TEMPLATES
+from attnlab.reports.pages import templates
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import Stored, stored_tensors
@@ -400,17 +400,9 @@ def _is_nan(tensor: torch.Tensor) -> bool:
 
 def render(template: str, facts: dict[str, Any]) -> str:
     """Fill a plain-text template."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    texts = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # plain text, without foreign input
-    )
-    return texts.get_template(template).render(**facts)
+    layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    texts = templates().overlay(**layout, autoescape=False)  # plain text, without foreign input
+    return str(texts.get_template(template).render(**facts))
 
 
 # A script that reproduces a wrong call without the lab: it holds the tensors of the call.
