@@ -25,12 +25,7 @@ from attnlab.case.masks import MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS
 from attnlab.case.shown import json_value
-from attnlab.checker.case_check import (
-    COST_S,
-    has_horizons,
-    is_callers_fault,
-    ops_with_files,
-)
+from attnlab.checker.case_check import COST_S, has_horizons, is_callers_fault, ops_with_files
 from attnlab.checker.check import usual_platform
 from attnlab.checker.finding import HORIZON, KINDS, Finding, case_of
 from attnlab.checker.hostile import hostile_cases

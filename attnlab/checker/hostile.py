@@ -24,13 +24,7 @@ import covertable
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
-from attnlab.case.errors import (
-    AttnLabError,
-    InvalidCase,
-    KernelFailed,
-    KernelRejected,
-    Unavailable,
-)
+from attnlab.case.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import OP_ARGUMENTS
@@ -378,9 +372,7 @@ class Design:
 
 
 def find_design(
-    values: Mapping[str, Values],
-    make: Make,
-    refusal: Callable[[Any], str] = lambda case: "",
+    values: Mapping[str, Values], make: Make, refusal: Callable[[Any], str] = lambda case: ""
 ) -> Design:
     """Return the design of some knobs, without the values that are not allowed alone.
 

@@ -14,11 +14,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
 from attnlab.cli.command import COMMANDS, notice, notice_rules, progress, runs
-from attnlab.cli.sharded import (
-    check_ci_files,
-    print_report,
-    write_ci_files,
-)
+from attnlab.cli.sharded import check_ci_files, print_report, write_ci_files
 from attnlab.kernels.child_process import ONE_THREAD
 from attnlab.library.op import ops_of, package_of, state_ops_of
 from attnlab.tasks.run import Interrupt, interruptible

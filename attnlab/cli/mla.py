@@ -9,15 +9,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.flags import given_fields
 from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import check_output_file, write_text
-from attnlab.cli.command import (
-    check_share_flags,
-    print_json,
-    progress,
-    put,
-    runs,
-    share,
-    show,
-)
+from attnlab.cli.command import check_share_flags, print_json, progress, put, runs, share, show
 from attnlab.library.op import package_of
 from attnlab.linear.state_case import STATE_FIELDS, STATE_OPS, StateCase, plain_fields
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase

@@ -240,12 +240,7 @@ def _atlas(args: argparse.Namespace) -> int:
     faults = {f: line for path in args.faults or () for f, line in read_faults(path).items()}
     releases = [one for library, paths in found for one in releases_of(paths, "cpu", library)]
     with progress("choosing the calls"):
-        plan = atlas_plan(
-            releases,
-            faults=faults,
-            case_seconds=args.case_seconds,
-            times=args.times,
-        )
+        plan = atlas_plan(releases, faults=faults, case_seconds=args.case_seconds, times=args.times)
     table, code = _checked(args, plan, check_atlas, "cpu")
     if args.report is not None:
         from attnlab.checker.atlas import newest_findings

@@ -12,26 +12,13 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int, Number, is_plugin, refuse, suggestion
-from attnlab.case.flags import (
-    case_of,
-    given_fields,
-    notebook_parameters,
-    read_text,
-)
+from attnlab.case.flags import case_of, given_fields, notebook_parameters, read_text
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_output_file
 from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
-from attnlab.cli.command import (
-    case_of_flags,
-    notice,
-    print_json,
-    progress,
-    put,
-    runs,
-    show,
-)
+from attnlab.cli.command import case_of_flags, notice, print_json, progress, put, runs, show
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 

@@ -17,15 +17,7 @@ from attnlab.case.ops import check_scored
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.case.pytest_id import vllm_test_ids
 from attnlab.cli import command
-from attnlab.cli.command import (
-    case_of_flags,
-    notice,
-    print_json,
-    progress,
-    put,
-    runs,
-    show,
-)
+from attnlab.cli.command import case_of_flags, notice, print_json, progress, put, runs, show
 from attnlab.tasks.run import TaskRun, check_engine, find_engine, interruptible
 from attnlab.tasks.store import Header, Shard, Store
 from attnlab.tasks.task import InProcess, Job, Outcome, Task

@@ -205,12 +205,7 @@ class Comparisons:
 
 
 def _assert_close(
-    actual: Any,
-    expected: Any,
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    **_: Any,
+    actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, **_: Any
 ) -> Compared:
     """Return what torch.testing.assert_close compares; the default tolerances are those of the dtypes."""
     if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
@@ -684,12 +679,7 @@ def _differs(one: object, other: object) -> bool:
 
 
 def _decide(
-    diagnosis: Diagnosis,
-    comparison: Comparison,
-    off: float,
-    rows: str,
-    beyond: bool,
-    expected: str,
+    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: str, beyond: bool, expected: str
 ) -> tuple[str, str]:
     """Return the side and the evidence.
 
@@ -733,10 +723,7 @@ def _of_right_values(
             "a wrong output is not excluded",
         )
     if not comparison.is_close:
-        return (
-            "the tolerance",
-            f"{exact}, but {allowed} does not allow their difference",
-        )
+        return ("the tolerance", f"{exact}, but {allowed} does not allow their difference")
     kinds = [_dtype(one) for one in (comparison.actual, comparison.expected)]
     if kinds[0] != kinds[1]:
         return (

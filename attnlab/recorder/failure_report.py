@@ -276,10 +276,7 @@ def _judged(
     ]
     maker = makers[-1] if makers else None
     judgement = judge(
-        one.call,
-        comparison,
-        maker=None if maker is None else maker.call,
-        is_guess=one.is_guess,
+        one.call, comparison, maker=None if maker is None else maker.call, is_guess=one.is_guess
     )
     if maker is not None and judgement.side == "the expected value" and not _is_torch(maker):
         with contextlib.suppress(AttnLabError):

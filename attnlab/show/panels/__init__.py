@@ -18,11 +18,7 @@ __all__ = ["Panel", "explorer", "panel"]
 
 
 def panel(
-    case: Case,
-    *,
-    knobs: Sequence[str],
-    views: Sequence[str] = ("error",),
-    lab: Lab | None = None,
+    case: Case, *, knobs: Sequence[str], views: Sequence[str] = ("error",), lab: Lab | None = None
 ) -> Panel:
     """Return a small panel of a Case: controls for the fields ``knobs``, the verdict and the ``views``.
 
