@@ -193,7 +193,10 @@ def frame_cache(ax: Axes, slot_map: SlotMap) -> None:
     blocks, slots = slot_map.states.shape
     table = slot_map.provenance.block_table
     ax.set(xlim=(-0.5, blocks - 0.5), ylim=(slots - 0.5, -0.5))
-    _block_ticks(ax, *table.shape)
+    seqs, width = table.shape  # each sequence is labelled below its blocks
+    ax.set_xticks([width * (i + 0.5) - 0.5 for i in range(seqs)], [str(i) for i in range(seqs)])
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlabel(f"blocks of sequence ({width} each)")
     ax.set_yticks(sorted({0, slots // 2, slots - 1}))
     ax.set_ylabel("slot")
 
@@ -278,13 +281,6 @@ def _circle(ax: Axes, mask: Any, colour: str) -> None:
     style: dict[str, Any] = {"ms": 11, "mfc": "none", "mec": colour, "mew": 2, "clip_on": False}
     if firsts:
         ax.plot(firsts, mask[:, firsts].argmax(0), "o", **style)
-
-
-def _block_ticks(ax: Axes, seqs: int, width: int) -> None:
-    """Label each sequence below its blocks, ``width`` of them."""
-    ax.set_xticks([width * (i + 0.5) - 0.5 for i in range(seqs)], [str(i) for i in range(seqs)])
-    ax.tick_params(axis="x", length=0)
-    ax.set_xlabel(f"blocks of sequence ({width} each)")
 
 
 def _block_label(slot_map: SlotMap, block: int) -> str:

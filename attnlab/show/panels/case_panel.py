@@ -207,7 +207,10 @@ def group_boxes(
     boxes = {}
     for group, names in groups([name for name in controls if name not in _MAIN_NAMES]).items():
         inputs = [controls[name].widget for name in names]
-        inputs += [_with_label(*item) for item in extra.get(group, {}).items()]
+        inputs += [
+            ipw.VBox([labelled(*item)]).add_class("attnlab-control")
+            for item in extra.get(group, {}).items()
+        ]
         boxes[group] = ipw.Accordion(children=[ipw.VBox(inputs)], titles=[group])
         boxes[group].selected_index = None
     return boxes
@@ -229,7 +232,8 @@ def small(
     line = _box([control.widget for control in controls.values()], "attnlab-line")
     plots = _box(list(pictures.values()), "attnlab-line")
     below = [text for name, text in texts.items() if name != "verdict"]
-    return _root([line, texts["verdict"], status, plots, *below, *boxes], "attnlab-small")
+    parts = [line, texts["verdict"], status, plots, *below, *boxes]
+    return _box(parts, "attnlab-panel attnlab-small")
 
 
 def large(
@@ -268,12 +272,7 @@ def large(
         ],
         "attnlab-grid",
     )
-    return _root([grid, _box(boxes, "attnlab-groups")], "attnlab-explorer")
-
-
-def _with_label(name: str, widget: Any) -> Any:
-    """Return an input that is not a field of a Case with its label, as a control."""
-    return ipw.VBox([labelled(name, widget)]).add_class("attnlab-control")
+    return _box([grid, _box(boxes, "attnlab-groups")], "attnlab-panel attnlab-explorer")
 
 
 def _box(children: Sequence[Any], classes: str) -> Any:
@@ -281,10 +280,6 @@ def _box(children: Sequence[Any], classes: str) -> Any:
     for name in classes.split():
         box.add_class(name)
     return box
-
-
-def _root(children: Sequence[Any], kind: str) -> Any:
-    return _box(children, f"attnlab-panel {kind}")
 
 
 _MAX_NAMES = 8  # fields that are listed; more are counted
@@ -545,7 +540,7 @@ class Panel:
             self._mark_changes(at_fault)
             fixed = set() if problem is not None else inputs.without_effect(draft.case())
             for name, control in self.controls.items():
-                control.disable(name in fixed)
+                control.input.disabled = name in fixed
             if problem is not None:
                 self._worker.cancel()
                 self.progress.end(f"invalid case: {problem}")

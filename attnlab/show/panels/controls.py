@@ -175,10 +175,6 @@ class Control:
         self.message.value = f'<span class="attnlab-wrong">{escape(text)}</span>' if text else ""
         self.message.layout.display = "" if text else "none"
 
-    def disable(self, is_disabled: bool) -> None:
-        """Disable the input of a field without effect, or enable it."""
-        self.input.disabled = is_disabled
-
     def mark(self, is_changed: bool) -> None:
         """Mark the label of a field that the user has changed, or remove the mark."""
         set_class(self.widget, "attnlab-changed", is_changed)
