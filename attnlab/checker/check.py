@@ -280,6 +280,12 @@ class Chosen:
         return ModelBackend(rules=self.release)
 
 
+def backend_of(kernel: str | None = None, **given: Any) -> "Backend":
+    """Return what :func:`check` runs; ``given``: fields of :class:`Chosen`. Raises InvalidCase if more than
+    one thing is given."""
+    return Chosen(kernel=kernel, **given).backend()
+
+
 def _check_library(library: str, is_vllm: bool) -> None:
     """Raise InvalidCase for an unknown library, or another than vLLM where only that is possible."""
     if library not in libraries():

@@ -41,21 +41,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_states(args: argparse.Namespace) -> int:
     """Check a library of linear attention, whose ops have states in place of a cache."""
-    allowed = [
-        "library",
-        "source",
-        "installed",
-        "op",
-        "platform",
-        "json",
-        "html",
-        "markdown",
-        "note",
-    ]
+    names = "library", "source", "installed", "op", "platform", "json", "html", "markdown", "note"
     parser = argparse.ArgumentParser()
     COMMANDS["check"].add_flags(parser)
     for name, default in vars(parser.parse_args([])).items():
-        if name not in allowed and getattr(args, name) != default:
+        if name not in names and getattr(args, name) != default:
             raise InvalidCase(f"{name} must not be given with {args.library}")
     from attnlab.kernels.vllm.source import source_path
     from attnlab.linear.state_check import check_states
@@ -129,10 +119,10 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _backend(args: argparse.Namespace) -> "Backend":
     """Return what is checked, and create the folders of the files to write."""
-    from attnlab.checker.check import Chosen
+    from attnlab.checker.check import backend_of
 
     _check_flags(args)
-    backend = Chosen(**_library(args)).backend()
+    backend = backend_of(**_library(args))
     command.notice_binding(backend)
     if args.source is not None and args.library == "vllm" and args.kernel is None:
         from attnlab.kernels.vllm.source import find_source
@@ -203,13 +193,13 @@ def _page_facts(args: argparse.Namespace, report: "Report") -> dict[str, Any]:
     found = [one for one in report.unexpected if not one.horizon and one.kind != "fails"]
     if args.html is None or not found:
         return {}
-    from attnlab.checker.check import Chosen
+    from attnlab.checker.check import backend_of
     from attnlab.contracts.contract import Target
     from attnlab.lab.lab import Lab
     from attnlab.reports.close_up import trace_run
     from attnlab.reports.upstream import script_of
 
-    case, backend = found[0].case, Chosen(**_library(args)).backend()
+    case, backend = found[0].case, backend_of(**_library(args))
     lab = Lab(source=backend.path, device="cpu")
     lab.use(backend)
     try:
@@ -247,11 +237,11 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
     """Write the pictures of --pictures; return their page, or None without the flag."""
     if args.pictures is None:
         return None
-    from attnlab.checker.check import Chosen
+    from attnlab.checker.check import backend_of
     from attnlab.reports.check_pages import write_pictures
 
     words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):
         return write_pictures(
-            report, Chosen(**_library(args)).backend(), args.pictures, shlex.join(words)
+            report, backend_of(**_library(args)), args.pictures, shlex.join(words)
         )

@@ -17,7 +17,7 @@ def test_a_release_between_the_rules_is_stated(tmp_path, capsys, monkeypatch, ve
     source = SimpleNamespace(version=version, rules="0.33.0")
     monkeypatch.setattr("attnlab.kernels.vllm.source.find_source", lambda *given: source)
     backend = ModelBackend(rules="0.33.0")
-    monkeypatch.setattr("attnlab.checker.check.Chosen.backend", lambda chosen: backend)
+    monkeypatch.setattr("attnlab.checker.check.backend_of", lambda **options: backend)
     monkeypatch.setattr("attnlab.checker.check.check", stop)
     assert main(["check", "--source", str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
