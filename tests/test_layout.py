@@ -164,7 +164,7 @@ def test_tests_mirror_the_folders():
         ("from ..lab import lab", ["lab.lab"]),
         ("from ..lab.lab import Lab", ["lab.lab"]),
         ("def f():\n    from attnlab.lab.lab import Lab", ["lab.lab"]),
-        ("if 1:\n    import attnlab.show.plots.cache", ["show.plots.cache"]),
+        ("if 1:\n    import attnlab.show.plots", ["show.plots"]),
         ("from attnlab.case.case import Case\nimport torch\nfrom attnlab import __version__", []),
         ("from .batch import Batch", []),
     ],

@@ -25,12 +25,7 @@ from attnlab.case.masks import MASK_DATA
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS
 from attnlab.case.shown import json_value
-from attnlab.checker.case_check import (
-    COST_S,
-    has_horizons,
-    is_callers_fault,
-    ops_with_files,
-)
+from attnlab.checker.case_check import COST_S, has_horizons, is_callers_fault, ops_with_files
 from attnlab.checker.check import usual_platform
 from attnlab.checker.finding import HORIZON, KINDS, Finding, case_of
 from attnlab.checker.hostile import hostile_cases
@@ -57,6 +52,7 @@ from attnlab.checker.releases import (
     Release,
     ReleasePlan,
     ReleaseTable,
+    merged_releases,
     name_of,
     op_digest,
     op_files,
@@ -732,10 +728,4 @@ def newest_findings(table: ReleaseTable) -> dict[str, list[Finding]]:
 
 def merged_atlas(header: Header, outcomes: Outcomes) -> ReleaseTable:
     """Return the table of merged stores; ``seconds`` is the sum of the calls' times."""
-    return build_atlas(
-        header,
-        [Task(**fields) for fields in header["cases"]],
-        outcomes,
-        seconds=sum(outcome.seconds for outcome in outcomes.values()),
-        stopped="its shard was stopped before",
-    )
+    return merged_releases(header, outcomes, build_atlas)

@@ -768,10 +768,7 @@ def deployment_of(op: str) -> Deployment:
     model = PRESETS[_MODELS.get(op, _MODEL)]
     slots = model.cache_tokens(GPU_MEMORY)
     return dataclasses.replace(
-        model,
-        gpu_memory=GPU_MEMORY,
-        batched_tokens=slots // 2,
-        seqs=slots // model.block_size,
+        model, gpu_memory=GPU_MEMORY, batched_tokens=slots // 2, seqs=slots // model.block_size
     )
 
 

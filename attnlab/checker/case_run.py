@@ -5,8 +5,8 @@ import hashlib
 import importlib.metadata
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -44,6 +44,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.binding import scratch_number
 from attnlab.kernels.cuda.backend import CudaBackend, source_files
 from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.run_log import outside_number
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import MemoryReport, Result
@@ -75,14 +76,9 @@ class CaseRun:
 _RUNS: ContextVar[dict[tuple[Case, bool, str], CaseRun] | None] = ContextVar("runs", default=None)
 
 
-@contextmanager
-def sharing_runs() -> Iterator[None]:
+def sharing_runs() -> AbstractContextManager[object]:
     """Run a Case once inside the block, on a backend that gives the same output each time."""
-    token = _RUNS.set({})
-    try:
-        yield
-    finally:
-        _RUNS.reset(token)
+    return setting(_RUNS, {})
 
 
 def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = False) -> CaseRun:
@@ -468,8 +464,7 @@ def weights_of(case: Case) -> int:
 _REMEMBERED: ContextVar[Rules | None] = ContextVar("remembered", default=None)
 
 
-@contextmanager
-def remembering(finding: Finding | None = None) -> Iterator[None]:
+def remembering(finding: Finding | None = None) -> AbstractContextManager[Rules]:
     """Within, try on each case first what explained the cases before; all may show one fault.
 
     Nothing new is looked for in smaller cases of a ``finding`` but the rule that explains it, if one does.
@@ -479,11 +474,7 @@ def remembering(finding: Finding | None = None) -> Iterator[None]:
     else:
         has_rule = not finding.names and finding.diagnosis not in _UNNAMED
         rules = Rules(MOST_SEARCHES if has_rule else 0, _FEW_REFUSALS)
-    token = _REMEMBERED.set(rules)
-    try:
-        yield
-    finally:
-        _REMEMBERED.reset(token)
+    return setting(_REMEMBERED, rules)
 
 
 def _rules() -> Rules:

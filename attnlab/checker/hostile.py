@@ -6,7 +6,6 @@ them.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import random
@@ -25,13 +24,7 @@ import covertable
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
-from attnlab.case.errors import (
-    AttnLabError,
-    InvalidCase,
-    KernelFailed,
-    KernelRejected,
-    Unavailable,
-)
+from attnlab.case.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import OP_ARGUMENTS
@@ -109,13 +102,16 @@ def _table(name: str) -> Iterator[Variant]:
 
 
 # Query and context lengths around the edges of blocks, tiles and partitions.
-LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((1, 5, 1), (16, 15, 31)),
-    ((1, 17), (15, 0)),
-    ((2, 1, 1), (33, 63, 1)),
-    ((1, 9), (64, 40)),
-    ((1, 1), (129, 1)),
-    ((19, 1), (0, 48)),
+LENGTHS = tuple(
+    {"query_lens": query_lens, "ctx_lens": ctx_lens}
+    for query_lens, ctx_lens in (
+        ((1, 5, 1), (16, 15, 31)),
+        ((1, 17), (15, 0)),
+        ((2, 1, 1), (33, 63, 1)),
+        ((1, 9), (64, 40)),
+        ((1, 1), (129, 1)),
+        ((19, 1), (0, 48)),
+    )
 )
 VARIANTS = (*_table("first"),)
 # Of each op in benchmarks: all variants, so that the further ones run, too, and rows of the covering design.
@@ -163,12 +159,9 @@ ARGUMENT_VARIANTS = (
 # of a Case refuse together, are not combined.
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value of a knob: the fields of a Case that it sets."""
-
-    name: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+Values = Mapping[
+    str, Mapping[str, Any]
+]  # the fields of a Case that each value of a knob sets, by its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +169,13 @@ class Knob:
     """A property of a case, with its values, the plain one first, and which ops' results depend on it."""
 
     name: str
-    values: tuple[Value, ...]
+    values: Values
     is_of: Callable[[Op], bool] = lambda op: True
 
 
 def _knob(name: str, is_of: Callable[[Op], bool], **values: Mapping[str, Any]) -> Knob:
     """Return a knob; an underscore in the name of a value is a space."""
-    named = (Value(text.replace("_", " "), fields) for text, fields in values.items())
-    return Knob(name, tuple(named), is_of)
+    return Knob(name, {text.replace("_", " "): fields for text, fields in values.items()}, is_of)
 
 
 def _every(op: Op) -> bool:
@@ -280,10 +272,9 @@ KNOBS = (
 TRIPLE = (MASK, CACHE, SPLIT)
 
 
-def values_of(op: str, lengths: Knob) -> dict[str, dict[str, Value]]:
+def values_of(op: str, lengths: Knob) -> dict[str, Values]:
     """Return the values of the knobs of an op by the names of knob and value; ``lengths`` is one of them."""
-    knobs = [knob for knob in (*KNOBS, lengths) if knob.is_of(OPS[op])]
-    return {knob.name: {value.name: value for value in knob.values} for knob in knobs}
+    return {knob.name: knob.values for knob in (*KNOBS, lengths) if knob.is_of(OPS[op])}
 
 
 # Covering design: rows of knob values in which every allowed pair occurs, and every allowed triple of mask,
@@ -306,7 +297,7 @@ class Design:
     - ``make``: returns the Case of a row's fields.
     """
 
-    values: Mapping[str, Mapping[str, Value]]
+    values: Mapping[str, Values]
     refused: Mapping[Tuple, str]
     make: Make
 
@@ -314,7 +305,7 @@ class Design:
         """Return the fields of a Case that a row sets; raise InvalidCase if two values set one field."""
         fields: dict[str, Any] = {}
         for knob, name in row.items():
-            for field, value in self.values[knob][name].fields.items():
+            for field, value in self.values[knob][name].items():
                 if field in fields and fields[field] != value:
                     raise InvalidCase(f"two values set {field}", field=field)
                 fields[field] = value
@@ -381,9 +372,7 @@ class Design:
 
 
 def find_design(
-    values: Mapping[str, Mapping[str, Value]],
-    make: Make,
-    refusal: Callable[[Any], str] = lambda case: "",
+    values: Mapping[str, Values], make: Make, refusal: Callable[[Any], str] = lambda case: ""
 ) -> Design:
     """Return the design of some knobs, without the values that are not allowed alone.
 
@@ -392,7 +381,7 @@ def find_design(
     """
     refused: dict[Tuple, str] = {}
     every = Design(values=values, refused=refused, make=make)
-    kept: dict[str, dict[str, Value]] = {}
+    kept: dict[str, dict[str, Mapping[str, Any]]] = {}
     for knob, named in values.items():
         kept[knob] = {}
         made = list[object]()
@@ -515,27 +504,27 @@ def lengths_knob(op: str, found: Edges) -> Knob:
         seqs += zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)
     values = _values(seqs)
     if size := OPS[op].partition_size:
-        values.append(_value([(1, n - 1) for n in _around({size})]))
-    return Knob(LENGTH_KNOBS, tuple(values))
+        values |= _value([(1, n - 1) for n in _around({size})])
+    return Knob(LENGTH_KNOBS, values)
 
 
 def _around(numbers: Iterable[int]) -> list[int]:
     return sorted({n for number in numbers for n in (number - 1, number, number + 1)})
 
 
-def _values(seqs: list[tuple[int, int]]) -> list[Value]:
+def _values(seqs: list[tuple[int, int]]) -> dict[str, dict[str, Any]]:
     """Distribute sequences, each (query_len, ctx_len), over values; the first value is the shortest."""
     ordered = sorted(seqs, key=sum)
     count = max(2, len(seqs) // _SEQS)
     made = sorted((ordered[i::count] for i in range(count)), key=lambda one: sum(map(sum, one)))
-    return [_value(one) for one in made]
+    return {name: fields for one in made for name, fields in _value(one).items()}
 
 
-def _value(seqs: list[tuple[int, int]]) -> Value:
-    """Return the value of sequences, each (query_len, ctx_len)."""
+def _value(seqs: list[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """Return the value of sequences, each (query_len, ctx_len), by its name."""
     text = ", ".join(f"{query_len} after {ctx_len}" for query_len, ctx_len in seqs)
     queries, contexts = zip(*seqs, strict=True)
-    return Value(text, {"query_lens": queries, "ctx_lens": contexts})
+    return {text: {"query_lens": queries, "ctx_lens": contexts}}
 
 
 # The rows of a covering design, kept in the cache folder: covertable needs seconds for many knobs.
@@ -613,7 +602,7 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
         if not variant.is_for(op):
             continue
         lengths, splits = LENGTHS[i % len(LENGTHS)], {"num_splits": _SPLITS[i % len(_SPLITS)]}
-        fields = {**_fields(lengths), **(splits if OPS[op].num_splits else {}), **variant.fields}
+        fields = {**lengths, **(splits if OPS[op].num_splits else {}), **variant.fields}
         seed = rng.randrange(1 << 30)
         for form in ({}, *([{"num_splits": 0}] if _loses_rows(backend, op, fields) else [])):
             with contextlib.suppress(InvalidCase):
@@ -666,7 +655,7 @@ def hostile_design(backend: Backend, op: str, platform: str) -> Design:
             raise InvalidCase(f"{op} has no argument for the scales of an {', '.join(missing)}")
         return case
 
-    plain = [make(_fields(LENGTHS[0]))]
+    plain = [make(LENGTHS[0])]
     if OPS[op].num_splits:
         plain.append(plain[0].replace(num_splits=_SPLITS[-1]))
     values = values_of(op, lengths_knob(op, edges(backend, plain)))
@@ -684,9 +673,9 @@ def random_case(backend: Backend, op: str, platform: str, rng: random.Random) ->
     """Return a Case with random knobs, lengths, heads and sizes. Raises InvalidCase if they do not fit."""
     fields: dict[str, Any] = {}
     for knob in KNOBS:
-        others = [value for value in knob.values[1:] if "op_argument" not in value.fields]
+        others = [one for one in [*knob.values.values()][1:] if "op_argument" not in one]
         if knob.is_of(OPS[op]) and others and rng.random() < _UNUSUAL:
-            fields |= rng.choice(others).fields
+            fields |= rng.choice(others)
     group = rng.choice((1, 1, 2, 3, 4, 8))
     fields |= {
         "num_queries_per_kv": group,
@@ -696,15 +685,13 @@ def random_case(backend: Backend, op: str, platform: str, rng: random.Random) ->
         "dtype": rng.choice([one for one in _RANDOM_DTYPES if one in backend.dtypes]),
     }
     count = rng.randint(1, 4)
-    lengths = (
-        tuple(rng.choice((1, rng.randint(1, 40), rng.randint(1, 40))) for _ in range(count)),
-        tuple(rng.choice((0, rng.randint(1, 40), rng.randint(1, 200))) for _ in range(count)),
+    fields["query_lens"] = tuple(
+        rng.choice((1, rng.randint(1, 40), rng.randint(1, 40))) for _ in range(count)
     )
-    return _make_case(backend, op, platform, {**_fields(lengths), **fields}, rng.randrange(1 << 30))
-
-
-def _fields(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
-    return {"query_lens": lengths[0], "ctx_lens": lengths[1]}
+    fields["ctx_lens"] = tuple(
+        rng.choice((0, rng.randint(1, 40), rng.randint(1, 200))) for _ in range(count)
+    )
+    return _make_case(backend, op, platform, fields, rng.randrange(1 << 30))
 
 
 def _make_case(

@@ -161,20 +161,31 @@ class MatrixTable(Shown):
         """Return the table as a document of JUnit XML: a test suite per test, a test case per id."""
         root = ET.Element("testsuites", name="attnlab matrix")
         for test in dict.fromkeys(row.id.partition("[")[0] for row in self.rows):
-            rows = [row for row in self.rows if row.id.partition("[")[0] == test]
-            bad = sum(row.status in ("mismatch", "rejected") for row in rows)
-            skipped = sum(row.status == NOT_RUN for row in rows)
-            suite = ET.SubElement(root, "testsuite", name=test, tests=str(len(rows)), errors="0")
-            suite.set("failures", str(bad))
-            suite.set("skipped", str(skipped))
-            for row in rows:
-                case = ET.SubElement(suite, "testcase", classname=test, name=row.id)
-                case.set("time", f"{row.seconds:.3f}")
+            cases = []
+            for row in (row for row in self.rows if row.id.partition("[")[0] == test):
+                seconds = f"{row.seconds:.3f}"
+                case = ET.Element("testcase", classname=test, name=row.id, time=seconds)
                 if row.status != "match":
                     tag = "skipped" if row.status == NOT_RUN else "failure"
                     ET.SubElement(case, tag, message=outcome_text(row))
-        ET.indent(root)
-        return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
+                cases.append(case)
+            root.append(suite_of(test, cases))
+        return junit_text(root)
+
+
+def suite_of(name: str, cases: Sequence[ET.Element]) -> ET.Element:
+    """Return a test suite of JUnit XML, with the numbers of its cases that failed and that were skipped."""
+    suite = ET.Element("testsuite", name=name, tests=str(len(cases)), errors="0")
+    for count, tag in (("failures", "failure"), ("skipped", "skipped")):
+        suite.set(count, str(sum(case.find(tag) is not None for case in cases)))
+    suite.extend(cases)
+    return suite
+
+
+def junit_text(root: ET.Element) -> str:
+    """Return the document of some test suites; changes their indentation."""
+    ET.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
 
 
 def _named(words: Sequence[str], places: Sequence[int]) -> str:

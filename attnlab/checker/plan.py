@@ -279,13 +279,13 @@ class Plan(Conditions):
             "cases": [{"key": task.key, "payload": task.payload} for task in tasks],
             "functions": {op: functions_of(self.backend, op) for op in measured},
             "combinations": {
-                op: self._combinations(op) for op in measured if self.backend.has_op(op)
+                op: combinations_of(
+                    self.backend, op, self.platform, self.seed, [*self._hostile_cases(op)]
+                )
+                for op in measured
+                if self.backend.has_op(op)
             },
         }
-
-    def _combinations(self, op: str) -> dict[str, Any]:
-        cases = list(self._hostile_cases(op))
-        return combinations_of(self.backend, op, self.platform, self.seed, cases)
 
 
 def has_run(outcome: Outcome | None) -> bool:

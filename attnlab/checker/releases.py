@@ -584,9 +584,14 @@ def build_table(
     )
 
 
-def merged_releases(header: Header, outcomes: Outcomes) -> ReleaseTable:
-    """Return the table of merged stores; ``seconds`` is the sum of the cases' times."""
-    return build_table(
+def merged_releases(
+    header: Header, outcomes: Outcomes, build: Callable[..., ReleaseTable] = build_table
+) -> ReleaseTable:
+    """Return the table of merged stores; ``seconds`` is the sum of the cases' times.
+
+    ``build``: the function that makes it, another one for an atlas.
+    """
+    return build(
         header,
         [Task(**fields) for fields in header["cases"]],
         outcomes,

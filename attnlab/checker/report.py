@@ -50,7 +50,7 @@ from attnlab.tasks.run import Remaining, TaskRun, kept_run
 from attnlab.tasks.store import ALL, Header, Shard
 from attnlab.tasks.task import Engine, InProcess, Outcome, Stop, Task, never
 
-# What no case of a check has, by the field that is the usual one in all of them.
+# What no case of a check has, by the field that is the usual one, or other strides, in all of them.
 NOT_COVERED = {
     "op_argument": "output scales; scales per token and head",
     "mask": "bidirectional masks",
@@ -123,11 +123,6 @@ class Report(Document, Shown):
         return [finding for finding in self.findings if finding.group not in known]
 
     @property
-    def cases_not_run(self) -> int:
-        """Return the number of cases in ``not_run``."""
-        return sum(entry.cases for entry in self.not_run)
-
-    @property
     def exit_code(self) -> int:
         """Return 1 for an unexpected or a missing finding, 3 if cases did not run, else 0."""
         if self.unexpected or self.missing:
@@ -198,7 +193,11 @@ def build_report(
             *_limits(tasks, outcomes, header["options"]["ops"], reads),
             *library.get("not_applicable", ()),
             *library["blind_spots"],
-            *(text for field, text in NOT_COVERED.items() if not _sets(tasks, field)),
+            *(
+                text
+                for field, text in NOT_COVERED.items()
+                if all(task.payload["case"].get(field, "gaps") == "gaps" for task in tasks)
+            ),
         ],
     )
 
@@ -252,11 +251,6 @@ def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict
     for op, one in found.items():
         one.combinations = header.get("combinations", {}).get(op, {})
     return found
-
-
-def _sets(tasks: Sequence[Task], field: str) -> bool:
-    """Answer whether a case sets a field to another value than the usual one, and than other strides."""
-    return any(task.payload["case"].get(field, "gaps") != "gaps" for task in tasks)
 
 
 def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mapping[str, Any], str]]:

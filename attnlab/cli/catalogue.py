@@ -63,54 +63,46 @@ def _print(
     return 0
 
 
+def _entries(catalogue: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the entries of a catalogue; ``facts``: the attribute that holds each fact."""
+    return {
+        name: {fact: getattr(one, attribute) for fact, attribute in facts.items()}
+        for name, one in catalogue.items()
+    }
+
+
 @runs("defects")
 def _defects(args: argparse.Namespace) -> int:
     from attnlab.defects import DEFECTS
 
-    entries = {
-        name: {
-            "what_happens": defect.text,
-            "family": defect.family,
-            "rows_it_can_change": defect.touches,
-            "changes_only_rounding": defect.harmless,
-            "violations_that_cause_it": list(defect.links),
-            "reported_in": list(defect.seen_in),
-        }
-        for name, defect in DEFECTS.items()
+    facts = {
+        "what_happens": "text",
+        "family": "family",
+        "rows_it_can_change": "touches",
+        "changes_only_rounding": "harmless",
+        "violations_that_cause_it": "links",
+        "reported_in": "seen_in",
     }
-    return _print(args, "defect", entries, ("what_happens", "family"))
+    return _print(args, "defect", _entries(DEFECTS, facts), ("what_happens", "family"))
 
 
 @runs("platforms")
 def _platforms(args: argparse.Namespace) -> int:
-    entries = {
-        name: {
-            "example": platform.example,
-            "family": platform.family,
-            "format_of_fp8": platform.fp8_e4m3,
-            "runs_rocm_code": platform.is_rocm,
-            "triton_converts_e4m3": platform.triton_e4m3,
-        }
-        for name, platform in PLATFORMS.items()
+    facts = {
+        "example": "example",
+        "family": "family",
+        "format_of_fp8": "fp8_e4m3",
+        "runs_rocm_code": "is_rocm",
+        "triton_converts_e4m3": "triton_e4m3",
     }
-    return _print(
-        args, "platform", entries, ("example", "family", "format_of_fp8", "triton_converts_e4m3")
-    )
+    columns = ("example", "family", "format_of_fp8", "triton_converts_e4m3")
+    return _print(args, "platform", _entries(PLATFORMS, facts), columns)
 
 
 @runs("stages")
 def _stages(args: argparse.Namespace) -> int:
-    entries = {
-        name: {
-            "meaning": stage.story,
-            "block_table": stage.block_table,
-            "seq_lens": stage.seq_lens,
-            "query_start_loc": stage.query_start_loc,
-            "fill": stage.fill,
-            "wrapper_cast": stage.wrapper_cast,
-        }
-        for name, stage in STAGES.items()
-    }
+    same = ("block_table", "seq_lens", "query_start_loc", "fill", "wrapper_cast")
+    entries = _entries(STAGES, {"meaning": "story", **dict(zip(same, same, strict=True))})
     return _print(args, "stage", entries, ("meaning", "query_start_loc", "fill"))
 
 

@@ -14,11 +14,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder
 from attnlab.cli import command
 from attnlab.cli.command import COMMANDS, notice, notice_rules, progress, runs
-from attnlab.cli.sharded import (
-    check_ci_files,
-    print_report,
-    write_ci_files,
-)
+from attnlab.cli.sharded import check_ci_files, print_report, write_ci_files
 from attnlab.kernels.child_process import ONE_THREAD
 from attnlab.library.op import ops_of, package_of, state_ops_of
 from attnlab.tasks.run import Interrupt, interruptible
@@ -45,21 +41,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_states(args: argparse.Namespace) -> int:
     """Check a library of linear attention, whose ops have states in place of a cache."""
-    allowed = (
-        "library",
-        "source",
-        "installed",
-        "op",
-        "platform",
-        "json",
-        "html",
-        "markdown",
-        "note",
-    )
+    names = "library", "source", "installed", "op", "platform", "json", "html", "markdown", "note"
     parser = argparse.ArgumentParser()
     COMMANDS["check"].add_flags(parser)
     for name, default in vars(parser.parse_args([])).items():
-        if name not in allowed and getattr(args, name) != default:
+        if name not in names and getattr(args, name) != default:
             raise InvalidCase(f"{name} must not be given with {args.library}")
     from attnlab.kernels.vllm.source import source_path
     from attnlab.linear.state_check import check_states

@@ -299,13 +299,25 @@ def is_shared(args: argparse.Namespace) -> bool:
     return args.html is not None or args.markdown is not None
 
 
-def share(args: argparse.Namespace, noun: Shown, **facts: Any) -> None:
-    """Write the files of --html and --markdown; ``facts`` are those of ``page_of``."""
+def share(
+    args: argparse.Namespace,
+    noun: Shown,
+    *,
+    draw: Callable[[Any], Sequence[Any]] = lambda pages: (),
+    **facts: Any,
+) -> None:
+    """Write the files of --html and --markdown; ``facts`` are those of ``page_of``.
+
+    ``draw``: returns the pictures of a page, which a comment does not have, from the module of pages.
+    """
     if not is_shared(args):
         return
-    from attnlab.reports.shared_page import page_of
+    from attnlab.reports import shared_page
 
-    page = page_of(noun, _without_files(sys.argv[1:]), **facts).with_notes(args.notes, args.html)
+    pictures = () if args.html is None else draw(shared_page)
+    command = _without_files(sys.argv[1:])
+    page = shared_page.page_of(noun, command, pictures=pictures, **facts)
+    page = page.with_notes(args.notes, args.html)
     if args.html is not None:
         page.write(args.html)
     if args.markdown is not None:

@@ -223,16 +223,11 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
     with progress("measuring the weights") as on_step:
         lab = command.lab_of(args, on_step)
         if args.call is not None:
-            given = [
-                name
-                for name in ("platform", "release")
-                if getattr(args, f"field_{name}") is not None
-            ]
             call = read_call(args.call, command.read_map(args), op=args.call_op)
             is_origin = args.kernel == ORIGIN
             if args.field_backend is None and case.backend == "model" and not is_origin:
                 raise InvalidCase(NO_RUNNER, field="backend")
-            ran = where_it_ran(call, case, given).case
+            ran = where_it_ran(call, case, _given(args)).case
             runner = backend_of_origin(call, args.device) if is_origin else None
             if library_of(args.field_backend or "") not in (None, "vllm"):
                 runner = one_backend(args.source, args.field_backend, args.device)

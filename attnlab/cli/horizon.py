@@ -36,10 +36,7 @@ def _run(args: argparse.Namespace) -> int:
     changes = {n: v for n in _SIZES if (v := getattr(args, n)) is not None}
     deployment = read_deployment(args.deployment, changes) if args.deployment or changes else None
     found = _survey(args, deployment)
-    if command.is_shared(args):
-        from attnlab.reports.shared_page import margin_pictures
-
-        command.share(args, found, pictures=[] if args.html is None else margin_pictures(found))
+    command.share(args, found, draw=lambda pages: pages.margin_pictures(found))
     put(found, args.json)
     return found.exit_code
 

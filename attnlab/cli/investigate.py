@@ -15,6 +15,7 @@ from attnlab.case.errors import InvalidCase, check_installed
 from attnlab.case.fields import Int, Number, is_plugin
 from attnlab.case.flags import notebook_parameters
 from attnlab.cli.command import errors, notice, print_json, progress, runs, show
+from attnlab.tasks.run import handling
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
@@ -32,7 +33,7 @@ def run_investigate(args: argparse.Namespace) -> "Results":
     timeout_s = Number().check("timeout", args.timeout)
     with (
         _index_on_interrupt(args.reports),
-        _terminable(),
+        handling(("SIGTERM", "SIGHUP"), _terminate),
         _Progress([path.stem for path in paths]).shown() as progress,
     ):
         return investigate(
@@ -66,25 +67,10 @@ def _index_on_interrupt(reports: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Handle SIGTERM and SIGHUP as an interruption, so that no notebook kernel keeps running."""
-
-    def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        print(f"attnlab: terminated by {signal.Signals(signum).name}", file=sys.stderr)
-        sys.exit(128 + signum)
-
-    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    try:
-        before = {number: signal.signal(number, stop) for number in signals}
-    except ValueError:  # only the main thread may set handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal as an interruption, so that no notebook kernel keeps running."""
+    print(f"attnlab: terminated by {signal.Signals(signum).name}", file=sys.stderr)
+    sys.exit(128 + signum)
 
 
 class _Progress:

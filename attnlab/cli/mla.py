@@ -1,6 +1,7 @@
 """The command ``attnlab mla``."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from attnlab.case.errors import InvalidCase
@@ -8,29 +9,26 @@ from attnlab.case.fields import refuse
 from attnlab.case.flags import given_fields
 from attnlab.case.ops import RELEASES
 from attnlab.case.output_file import check_output_file, write_text
-from attnlab.cli.command import (
-    check_share_flags,
-    print_json,
-    progress,
-    put,
-    runs,
-    share,
-    show,
-)
+from attnlab.cli.command import check_share_flags, print_json, progress, put, runs, share, show
 from attnlab.library.op import package_of
 from attnlab.linear.state_case import STATE_FIELDS, STATE_OPS, StateCase, plain_fields
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
 
 
-@runs("mla", fields=MLA_FIELDS)
-def _mla(args: argparse.Namespace) -> int:
-    fields = given_fields(args, MLA_FIELDS)
-    if args.backend not in MLA_BACKENDS:
-        refuse("backend", f"one of {', '.join(MLA_BACKENDS)}", args.backend)
+def _check_runner(args: argparse.Namespace, backends: Sequence[str]) -> None:
+    """Raise InvalidCase for a backend that is none of some, or a source without vLLM."""
+    if args.backend not in backends:
+        refuse("backend", f"one of {', '.join(backends)}", args.backend)
     if args.source is not None:
         from attnlab.kernels.vllm.source import find_source
 
         find_source(args.source)
+
+
+@runs("mla", fields=MLA_FIELDS)
+def _mla(args: argparse.Namespace) -> int:
+    fields = given_fields(args, MLA_FIELDS)
+    _check_runner(args, MLA_BACKENDS)
     if args.faults:
         from attnlab.mla.faults import MLA_FAULTS
 
@@ -75,17 +73,9 @@ def _list_faults(faults: dict[str, dict[str, Any]], as_json: bool) -> int:
     return 0
 
 
-_BACKENDS = ("vllm", "model")
-
-
 @runs("writes")
 def _writes(args: argparse.Namespace) -> int:
-    if args.backend not in _BACKENDS:
-        refuse("backend", f"one of {', '.join(_BACKENDS)}", args.backend)
-    if args.source is not None:
-        from attnlab.kernels.vllm.source import find_source
-
-        find_source(args.source)
+    _check_runner(args, ("vllm", "model"))
 
     from attnlab.lab.writes import check_writes
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from attnlab.library.op import Package, libraries, package_of
 from attnlab.tasks.run import interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.releases import ReleaseTable
+    from attnlab.checker.releases import ReleasePlan, ReleaseTable
     from attnlab.tasks.task import Engine, Outcome, Stop
 
 
@@ -47,10 +47,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from attnlab.checker.check import release_plan
     from attnlab.checker.releases import check_releases, releases_of
-    from attnlab.tasks.run import find_engine
-    from attnlab.tasks.store import Shard
 
-    shard = Shard.parse(args.shard)
     plan = release_plan(
         releases_of(found, args.device, args.library),
         ops=args.op,
@@ -61,18 +58,35 @@ def _run(args: argparse.Namespace) -> int:
         times=args.times,
         horizon=not args.no_horizon,
     )
+    table, code = _checked(args, plan, check_releases, args.device, is_native=args.native)
+    print_table(args, table)
+    return code or table.exit_code
+
+
+def _checked(
+    args: argparse.Namespace,
+    plan: "ReleasePlan",
+    check: "Callable[..., ReleaseTable]",
+    device: str,
+    *,
+    is_native: bool = False,
+) -> "tuple[ReleaseTable, int]":
+    """Run a plan by ``check``; return the table, and the exit code of a signal or 0."""
+    from attnlab.tasks.run import find_engine
+    from attnlab.tasks.store import Shard
+
     title = f"checking {len(plan.releases)} releases"
     with (
         interruptible() as stop,
         progress(title) as on_step,
-        find_engine(args.engine or "local", args.device, stop) as engine,
-        _gpu(args.native, args.engine, stop) as native,
+        find_engine(args.engine or "local", device, stop) as engine,
+        _gpu(is_native, args.engine, stop) as native,
     ):
-        table = check_releases(
+        table = check(
             plan,
             engine,
-            native=native,
-            shard=shard,
+            **({"native": native} if is_native else {}),
+            shard=Shard.parse(args.shard),
             out=args.out,
             seconds=args.seconds,
             on_progress=lambda one: on_step(step_text(title, one), one.done, one.total),
@@ -80,8 +94,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     if stop():
         notice("interrupted; the table has what ran")
-    print_table(args, table)
-    return stop.exit_code or table.exit_code
+    return table, stop.exit_code
 
 
 def _gpu(
@@ -223,36 +236,12 @@ def _atlas(args: argparse.Namespace) -> int:
 
     from attnlab.checker.atlas import atlas_plan, check_atlas, read_faults
     from attnlab.checker.releases import releases_of
-    from attnlab.tasks.run import find_engine
-    from attnlab.tasks.store import Shard
 
     faults = {f: line for path in args.faults or () for f, line in read_faults(path).items()}
-    shard = Shard.parse(args.shard)
     releases = [one for library, paths in found for one in releases_of(paths, "cpu", library)]
     with progress("choosing the calls"):
-        plan = atlas_plan(
-            releases,
-            faults=faults,
-            case_seconds=args.case_seconds,
-            times=args.times,
-        )
-    title = f"checking {len(plan.releases)} releases"
-    with (
-        interruptible() as stop,
-        progress(title) as on_step,
-        find_engine(args.engine or "local", "cpu", stop) as engine,
-    ):
-        table = check_atlas(
-            plan,
-            engine,
-            shard=shard,
-            out=args.out,
-            seconds=args.seconds,
-            on_progress=lambda one: on_step(step_text(title, one), one.done, one.total),
-            stop=stop,
-        )
-    if stop():
-        notice("interrupted; the table has what ran")
+        plan = atlas_plan(releases, faults=faults, case_seconds=args.case_seconds, times=args.times)
+    table, code = _checked(args, plan, check_atlas, "cpu")
     if args.report is not None:
         from attnlab.checker.atlas import newest_findings
         from attnlab.reports.upstream import write_reports
@@ -263,7 +252,7 @@ def _atlas(args: argparse.Namespace) -> int:
             folder = args.report / version.partition(" ")[0]
             write_reports(findings, folder, backend.version, "cpu", backend)
     print_table(args, table)
-    return stop.exit_code or table.exit_code
+    return code or table.exit_code
 
 
 def _sources(text: str) -> tuple[str, dict[str, Path]]:

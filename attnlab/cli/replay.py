@@ -4,7 +4,7 @@ import argparse
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
@@ -269,8 +269,9 @@ def _capture(args: argparse.Namespace) -> int:
 
         code = run_command(words, settings, to_stderr=args.json)
     report = _report(args.out, code)
-    if command.is_shared(args):
-        command.share(args, report, pictures=_pictures(report), cause=report.conclusion())
+    command.share(
+        args, report, draw=lambda pages: _pictures(report, pages), cause=report.conclusion()
+    )
     put(report, args.json)
     if report.is_wrong:
         return 1
@@ -290,10 +291,9 @@ def _report(folder: Path, code: int | None) -> "CaptureReport":
         return with_diagnoses(report, on_step)
 
 
-def _pictures(report: "CaptureReport") -> "tuple[Picture, ...]":
-    """Return which rows and heads of the first saved call are wrong."""
-    from attnlab.reports.shared_page import call_pictures
+def _pictures(report: "CaptureReport", pages: Any) -> "tuple[Picture, ...]":
+    """Return which rows and heads of the first saved call are wrong; ``pages``: the module of pages."""
     from attnlab.tensors.call import KernelCall
 
-    calls = [found.call for found in report.found if found.call]
-    return call_pictures(KernelCall.load(Path(report.folder) / calls[0])) if calls else ()
+    call = next((found.call for found in report.found if found.call), "")
+    return pages.call_pictures(KernelCall.load(Path(report.folder) / call)) if call else ()

@@ -12,26 +12,13 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int, Number, is_plugin, refuse, suggestion
-from attnlab.case.flags import (
-    case_of,
-    given_fields,
-    notebook_parameters,
-    read_text,
-)
+from attnlab.case.flags import case_of, given_fields, notebook_parameters, read_text
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS
 from attnlab.case.output_file import check_output_file
 from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
-from attnlab.cli.command import (
-    case_of_flags,
-    notice,
-    print_json,
-    progress,
-    put,
-    runs,
-    show,
-)
+from attnlab.cli.command import case_of_flags, notice, print_json, progress, put, runs, show
 from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.lab.products import check_memory
 
@@ -122,12 +109,7 @@ def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.lab.decode_error import decode
 
     decoded = decode(found, case, platform_by=platform_by)
-    pictures: tuple[Any, ...] = ()
-    if args.html is not None:
-        from attnlab.reports.shared_page import text_pictures
-
-        pictures = text_pictures(decoded, case)
-    command.share(args, decoded, pictures=pictures)
+    command.share(args, decoded, draw=lambda pages: pages.text_pictures(decoded, case))
     put(decoded, args.json, args.assumed)
     return 0
 
@@ -269,11 +251,8 @@ def _run(args: argparse.Namespace) -> int:
             seed=seed,
             on_case=lambda done: on_step("comparing", done, count),
         )
-    pictures: tuple[Any, ...] = ()
-    if args.html is not None:
-        from attnlab.reports.shared_page import comparison_pictures
-
-        pictures = comparison_pictures(found.names, found.marks())
-    command.share(args, found, pictures=pictures)
+    command.share(
+        args, found, draw=lambda pages: pages.comparison_pictures(found.names, found.marks())
+    )
     put(found, args.json)
     return found.exit_code

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase, Unavailable
@@ -17,15 +17,7 @@ from attnlab.case.ops import check_scored
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.case.pytest_id import vllm_test_ids
 from attnlab.cli import command
-from attnlab.cli.command import (
-    case_of_flags,
-    notice,
-    print_json,
-    progress,
-    put,
-    runs,
-    show,
-)
+from attnlab.cli.command import case_of_flags, notice, print_json, progress, put, runs, show
 from attnlab.tasks.run import TaskRun, check_engine, find_engine, interruptible
 from attnlab.tasks.store import Header, Shard, Store
 from attnlab.tasks.task import InProcess, Job, Outcome, Task
@@ -236,11 +228,6 @@ def _run_matrix(args: argparse.Namespace) -> int:
     )
     if args.junit is not None:
         write_text(args.junit, table.junit())
-    pictures: tuple[Any, ...] = ()
-    if args.html is not None:
-        from attnlab.reports.shared_page import matrix_pictures
-
-        pictures = matrix_pictures(table)
-    command.share(args, table, pictures=pictures)
+    command.share(args, table, draw=lambda pages: pages.matrix_pictures(table))
     put(table, args.json)
     return code or table.exit_code

@@ -19,6 +19,7 @@ from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.kernels.control import rows_agree, rows_equal
+from attnlab.kernels.replaced import setting
 from attnlab.kernels.triton.run_log import other_outside
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
@@ -322,14 +323,9 @@ def _other_scales(case: Case) -> dict[str, Any]:
 _FIXED: ContextVar[tuple[str, ...]] = ContextVar("fixed", default=())
 
 
-@contextlib.contextmanager
-def keeping(fields: tuple[str, ...]) -> Iterator[None]:
+def keeping(fields: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
     """Leave some fields as they are in the further cases of the block, because the kernel ignores them."""
-    token = _FIXED.set(fields)
-    try:
-        yield
-    finally:
-        _FIXED.reset(token)
+    return setting(_FIXED, fields)
 
 
 Rerun = Callable[[Case], torch.Tensor]

@@ -445,19 +445,6 @@ def _compiled(text: str) -> Any:
     return compile(tree, "<launch>", "eval")
 
 
-class _Shown:
-    """A tensor as expressions see it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def stride(self, dim: int) -> int:
-        return self._tensor.strides[dim]
-
-    def numel(self) -> int:
-        return int(np.prod([int(n) for n in self._tensor.shape], dtype=object))
-
-
 def evaluate(text: Any, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression, or of anything that is not text, itself."""
     if not isinstance(text, str):
@@ -512,8 +499,7 @@ class Launch:
         names: dict[str, Any] = dict(sizes)
         found: dict[str, Any] = {}
         for name, text in self.arguments.items():
-            found[name] = self._argument(name, text, names)
-            names[name] = _Shown(found[name]) if isinstance(found[name], Tensor) else found[name]
+            found[name] = names[name] = self._argument(name, text, names)
         grid = tuple(max(1, int(evaluate(one, names))) for one in self.grid)
         return None if any(n > m for n, m in zip(grid, GRID, strict=False)) else (found, grid)
 

@@ -13,6 +13,7 @@ the same amount is moved on by the iterations that are left out.
 import functools
 import inspect
 import linecache
+import math
 import re
 import sys
 import traceback
@@ -78,6 +79,14 @@ class Tensor:
     def size(self) -> int:
         """Return the number of elements from the first to the last."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def stride(self, dim: int) -> int:
+        """Return the stride of a dimension, as expressions of a launch name it."""
+        return self.strides[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements, as expressions of a launch name it."""
+        return math.prod(map(int, self.shape))
 
     @property
     def element_bytes(self) -> int:

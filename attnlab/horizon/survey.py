@@ -43,8 +43,7 @@ _FLOAT = re.compile(
     re.IGNORECASE,
 )
 _FLOAT_CONSTANT = re.compile(
-    r"scale$|eps|cap$|fp8_m(in|ax)|theta|slope|_max_val|clamp|log2e|r?ln2|alpha|beta",
-    re.IGNORECASE,
+    r"scale$|eps|cap$|fp8_m(in|ax)|theta|slope|_max_val|clamp|log2e|r?ln2|alpha|beta", re.IGNORECASE
 )
 _INTEGERS = re.compile(
     r"indptr|indices|index|_idx|idx_|ids|table|seq_?len|lens|_loc|slot|cu_|offset|mapping|page|req_to|start|"
@@ -736,9 +735,7 @@ def _is_asked(size: str, launch: Launch, sizes: Sequence[str]) -> bool:
 
 
 def _run(
-    tasks: list[_Task],
-    paths: list[str],
-    on_step: Callable[[int, int], None],
+    tasks: list[_Task], paths: list[str], on_step: Callable[[int, int], None]
 ) -> tuple[list[KernelHorizon], float]:
     """Return the horizons of the tasks, and the processor time of other processes."""
     total = len(tasks)

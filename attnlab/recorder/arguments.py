@@ -138,11 +138,6 @@ def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading
     return Reading(fields=fields, unmodelled=unmodelled, unknown=unknown)
 
 
-def returned_output(result: Any) -> tuple[torch.Tensor | None, None]:
-    """Return the output of an op that attnlab has no record of; what else it returned is not known."""
-    return output_of(result)[0], None
-
-
 def _is_same(value: Any, default: Any) -> bool:
     if isinstance(value, torch.Tensor) or isinstance(default, torch.Tensor):
         return value is default
@@ -480,10 +475,6 @@ Adjust = Callable[[dict[str, Any], Reading], None]
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], BoundArguments]
 
 
-def no_change(arguments: dict[str, Any], reading: Reading) -> None:
-    """Change nothing."""
-
-
 LAUNCH = "a launch of"
 
 
@@ -509,7 +500,7 @@ class RecordedOp:
     function: str
     op: str | None = None
     layout: str | None = None
-    adjust: Adjust = no_change
+    adjust: Adjust = lambda arguments, reading: None
     writes_cache: bool = False
     reads: tuple[str, ...] = ()
     is_guess: bool = False
@@ -528,7 +519,10 @@ class RecordedOp:
         reading = read_arguments(arguments, self.reads)
         self.adjust(arguments, reading)
         if reading.result is None and "output" not in reading.fields and not self.writes_cache:
-            reading.result = returned_output
+            reading.result = lambda returned: (
+                output_of(returned)[0],
+                None,
+            )  # what else is not known
         if not self.writes_cache:
             take_tables(reading)
         absent = missing(reading.fields, writes_cache=self.writes_cache)

@@ -350,7 +350,7 @@ def _sglang_folder(folder: Path) -> tuple[dict[str, Any], Origin]:
 def _sglang_group(folder: Path, key: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], Origin]:
     """Return the values with a key, by name, the last of each name; and their origin."""
     values = {}
-    for path in sorted(folder.glob("*.pt"), key=lambda path: _index(path)):
+    for path in sorted(folder.glob("*.pt"), key=_index):
         held = _sglang_file(path)
         if _key_of(path, held["meta"]) == key:
             values[str(held["meta"]["name"])] = held["value"]

@@ -25,9 +25,8 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.cache_write import ExpectedWrite, expected_write
 from attnlab.recorder.arguments import LAUNCH
 from attnlab.recorder.patches import Function, Patches
-from attnlab.recorder.projection import Projection, follow_product, operands
 from attnlab.recorder.snapshot import copied
-from attnlab.recorder.watch import note_of, set_note
+from attnlab.recorder.watch import Projection, follow_product, note_of, operands, set_note
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import distance
 from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers
@@ -206,12 +205,7 @@ class Comparisons:
 
 
 def _assert_close(
-    actual: Any,
-    expected: Any,
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    **_: Any,
+    actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, **_: Any
 ) -> Compared:
     """Return what torch.testing.assert_close compares; the default tolerances are those of the dtypes."""
     if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
@@ -223,34 +217,27 @@ def _assert_close(
     return actual, expected, float(atol), float(rtol)
 
 
-def _allclose(
-    input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-) -> Compared:
-    """Return what torch.allclose compares."""
-    return _assert_close(input, other, rtol=rtol, atol=atol)
-
-
 _equal = functools.partial(_assert_close, rtol=0.0, atol=0.0)
 
 
-def _numpy_allclose(
-    actual: Any, desired: Any, rtol: float = 1e-07, atol: float = 0, *_: Any, **__: Any
-) -> Compared:
-    """Return what numpy.testing.assert_allclose compares."""
-    return _assert_close(torch.as_tensor(actual), torch.as_tensor(desired), rtol=rtol, atol=atol)
+def _reader(first: str, second: str, rtol: float, atol: float) -> Callable[..., Compared]:
+    """Return what reads a comparison; ``first``, ``second``: its first parameters, before rtol and atol."""
+
+    def read(*args: Any, **kwargs: Any) -> Compared:
+        names = (first, second, "rtol", "atol")
+        given = {"rtol": rtol, "atol": atol, **dict(zip(names, args, strict=False)), **kwargs}
+        both = (torch.as_tensor(given[name]) for name in names[:2])
+        return _assert_close(*both, rtol=given["rtol"], atol=given["atol"])
+
+    return read
 
 
-def _numpy_close(
-    a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, *_: Any, **__: Any
-) -> Compared:
-    """Return what numpy.allclose compares."""
-    return _numpy_allclose(a, b, rtol, atol)
-
-
+_allclose = _reader("input", "other", 1e-05, 1e-08)
+_numpy_allclose = _reader("actual", "desired", 1e-07, 0)
 _READERS: dict[str, dict[str, Callable[..., Compared]]] = {
     "torch.testing": {"assert_close": _assert_close},
     "torch.testing._comparison": {"assert_close": _assert_close},
-    "numpy": {"allclose": _numpy_close},
+    "numpy": {"allclose": _reader("a", "b", 1e-05, 1e-08)},
     "numpy.testing": {"assert_allclose": _numpy_allclose},
     "numpy.testing._private.utils": {"assert_allclose": _numpy_allclose},
 }
@@ -692,12 +679,7 @@ def _differs(one: object, other: object) -> bool:
 
 
 def _decide(
-    diagnosis: Diagnosis,
-    comparison: Comparison,
-    off: float,
-    rows: str,
-    beyond: bool,
-    expected: str,
+    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: str, beyond: bool, expected: str
 ) -> tuple[str, str]:
     """Return the side and the evidence.
 
@@ -741,10 +723,7 @@ def _of_right_values(
             "a wrong output is not excluded",
         )
     if not comparison.is_close:
-        return (
-            "the tolerance",
-            f"{exact}, but {allowed} does not allow their difference",
-        )
+        return ("the tolerance", f"{exact}, but {allowed} does not allow their difference")
     kinds = [_dtype(one) for one in (comparison.actual, comparison.expected)]
     if kinds[0] != kinds[1]:
         return (

@@ -266,7 +266,8 @@ def _judged(
             if found[1].diagnosis.is_wrong:
                 break
             with contextlib.suppress(AttnLabError):
-                found = max(found, (other, judge(other.call, None)), key=_is_wrong)
+                judged = judge(other.call, None)
+                found = (other, judged) if judged.diagnosis.is_wrong else found
         return found
     makers = [
         other
@@ -275,10 +276,7 @@ def _judged(
     ]
     maker = makers[-1] if makers else None
     judgement = judge(
-        one.call,
-        comparison,
-        maker=None if maker is None else maker.call,
-        is_guess=one.is_guess,
+        one.call, comparison, maker=None if maker is None else maker.call, is_guess=one.is_guess
     )
     if maker is not None and judgement.side == "the expected value" and not _is_torch(maker):
         with contextlib.suppress(AttnLabError):
@@ -288,10 +286,6 @@ def _judged(
             if exchanged.diagnosis.is_wrong:
                 return maker, exchanged
     return one, judgement
-
-
-def _is_wrong(found: tuple[Recorded, Judgement]) -> bool:
-    return found[1].diagnosis.is_wrong
 
 
 def _call_and_comparison(

@@ -159,19 +159,6 @@ def _scale(name: str, fields: Mapping[str, Any], cache: torch.Tensor) -> float |
     return scale.expand(blocks, size, heads)
 
 
-# Ops as rows: module, function, the op of attnlab, the layout of the cache, what completes the reading, and
-# the names of further arguments that it reads.
-
-Row = tuple[str, str, str, str | None, Adjust, tuple[str, ...]]
-
-
-def _op(row: Row) -> RecordedOp:
-    module, function, op, layout, adjust, reads = row
-    return RecordedOp(
-        module=module, function=function, op=op, layout=layout, adjust=adjust, reads=reads
-    )
-
-
 # FlashAttention, FlashInfer's stateless paged calls, and torch's scaled_dot_product_attention.
 #
 # The record of unified_attention describes them: all keys and values come from the cache. The signatures
@@ -529,8 +516,10 @@ _OTHERS: tuple[tuple[tuple[str, ...], str, str | None, Adjust, tuple[str, ...]],
 
 def other_ops() -> tuple[RecordedOp, ...]:
     """Return the ops of other libraries that are recorded, and the plans of FlashInfer's wrappers."""
-    rows = (
-        (module, function, UNIFIED, layout, adjust, reads)
+    functions = (
+        RecordedOp(
+            module=module, function=function, op=UNIFIED, layout=layout, adjust=adjust, reads=reads
+        )
         for modules, function, layout, adjust, reads in _OTHERS
         for module in modules
     )
@@ -545,7 +534,7 @@ def other_ops() -> tuple[RecordedOp, ...]:
         for class_, module in WRAPPERS.items()
         for method in ("plan", "run")
     )
-    return (*map(_op, rows), *wrappers)
+    return (*functions, *wrappers)
 
 
 # vLLM's attention ops in Python (releases 0.11.2 and 0.33.0), and what their names alone do not say.
@@ -638,13 +627,23 @@ _COMPILED: tuple[tuple[str, str, Adjust], ...] = (
 
 def vllm_ops() -> tuple[RecordedOp, ...]:
     """Return the attention ops and the cache writes of vLLM that are recorded."""
-    rows: list[Row] = [
-        (f"{folder}.{OPS[op].module}", OPS[op].function, op, OPS[op].cache_layout, adjust, reads)
+    in_triton = (
+        RecordedOp(
+            module=f"{folder}.{OPS[op].module}",
+            function=OPS[op].function,
+            op=op,
+            layout=OPS[op].cache_layout,
+            adjust=adjust,
+            reads=reads,
+        )
         for folder in FOLDERS
         for op, adjust, reads in _TRITON
-    ]
-    rows += [(_CUSTOM, name, op, "x-split", adjust, _OF_CUSTOM) for name, op, adjust in _COMPILED]
-    return (*map(_op, rows), *write_ops(FOLDERS, _CUSTOM))
+    )
+    shared: dict[str, Any] = {"module": _CUSTOM, "layout": "x-split", "reads": _OF_CUSTOM}
+    compiled = (
+        RecordedOp(function=name, op=op, adjust=adjust, **shared) for name, op, adjust in _COMPILED
+    )
+    return (*in_triton, *compiled, *write_ops(FOLDERS, _CUSTOM))
 
 
 GROUP = "attnlab.ops"
@@ -824,17 +823,14 @@ def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signat
     except (TypeError, ValueError):
         if op.function != SDPA:
             raise
-    return inspect.signature(_sdpa_parameters)
-
-
-def _sdpa_parameters(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Have the parameters of torch.nn.functional.scaled_dot_product_attention (torch 2.13)."""
+    defaults = {
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+    }  # torch 2.13
+    defaults |= {"enable_gqa": False}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(name, kind) for name in ("query", "key", "value")]
+    given += [inspect.Parameter(name, kind, default=one) for name, one in defaults.items()]
+    return inspect.Signature(given)

@@ -49,9 +49,7 @@ def pytest_addoption(parser: "pytest.Parser") -> None:
         help="list, for each passing test, the defects that its comparison would not notice",
     )
     group.addoption(
-        "--attnlab-power-json",
-        metavar="FILE",
-        help="write the list of --attnlab-power as JSON",
+        "--attnlab-power-json", metavar="FILE", help="write the list of --attnlab-power as JSON"
     )
     parser.addini(
         "attnlab_ops",

@@ -35,9 +35,8 @@ from attnlab.recorder.failing_side import (
 )
 from attnlab.recorder.failure_report import FailureReport, report_failure
 from attnlab.recorder.ops import ops_in
-from attnlab.recorder.projection import Projection
 from attnlab.recorder.snapshot import owned_slots
-from attnlab.recorder.watch import Watch
+from attnlab.recorder.watch import Projection, Watch
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
 

@@ -29,15 +29,7 @@ from attnlab.replay.parts import (
     with_sequences,
     without_tokens,
 )
-from attnlab.replay.replay_call import (
-    MISMATCH,
-    REJECTED,
-    TONES,
-    UNSTABLE,
-    Ran,
-    expected_of,
-    run_on,
-)
+from attnlab.replay.replay_call import MISMATCH, REJECTED, TONES, UNSTABLE, Ran, expected_of, run_on
 from attnlab.show.sheets.sheet import Grid, Lines, Row, Sheet
 from attnlab.tensors.call import KernelCall
 

@@ -10,7 +10,9 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,8 @@ from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes, write_text
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, OBSERVATIONS, Finding
-from attnlab.checker.releases import STATES, Fault, OpRun, ReleaseTable, ranges
+from attnlab.checker.matrix import junit_text, suite_of
+from attnlab.checker.releases import STATES, Fault, ReleaseTable, ranges
 from attnlab.checker.report import NotRun, Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
@@ -48,7 +51,7 @@ def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: boo
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
-    from attnlab.show.plots.weights import plot_xray
+    from attnlab.show.plots import plot_xray
 
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(13.5, 7.6), layout="constrained")
@@ -61,21 +64,6 @@ def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90, is_transparent: boo
 #
 # The source comes from the report of the check, which read it from the vLLM that was checked. It is written
 # to the user's folder only.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLine:
-    """A line of a page: its number, its text as HTML, and its state.
-
-    - ``state``: "reached", "missed", "partly" (a branch lacks an outcome), "excused", or "" for a line
-      without code.
-    - ``note``: what no case reached, and the reason if there is one.
-    """
-
-    number: int
-    html: str
-    state: str
-    note: str
 
 
 def check_writable(folder: Path) -> None:
@@ -100,8 +88,13 @@ def write_coverage(report: "Report", folder: Path, command: str) -> Path:
     return folder / "index.html"
 
 
-def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
-    """Yield the lines of a function."""
+def _lines(function: "Function", found: "OpCoverage") -> Iterator[dict[str, Any]]:
+    """Yield the lines of a function for the template: the number, the text as HTML, the state and a note.
+
+    - ``state``: "reached", "missed", "partly" (a branch lacks an outcome), "excused", or "" for a line
+      without code.
+    - ``note``: what no case reached, and the reason if there is one.
+    """
     gaps = _by_line(function, found.missing)
     excused = _by_line(function, found.excused)
     from pygments import highlight
@@ -120,7 +113,7 @@ def _lines(function: "Function", found: "OpCoverage") -> Iterator[SourceLine]:
             state = "missed" if is_line else "partly" if missing else "excused"
         notes = [f"never {gap.what}" if gap.what != "line" else "not reached" for gap in missing]
         notes += dict.fromkeys(gap.reason for gap in allowed)
-        yield SourceLine(number=number, html=line, state=state, note="; ".join(notes))
+        yield {"number": number, "html": line, "state": state, "note": "; ".join(notes)}
 
 
 def _by_line(function: "Function", gaps: list["Gap"]) -> dict[int, list["Gap"]]:
@@ -136,29 +129,11 @@ SIGNS = {"finding": "●", "sound": "·", "other fault": "○", "absent": "", "n
 NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not confirmed": "≠", "not runnable": "–", "not tried": ""}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A fault as the page shows it.
-
-    ``spans``: the releases that have it, as ranges without gaps; ``kind``: in words; ``command``: runs its
-    smallest case in the first release; ``group``: the heading above it; ``runs``: of a fault of several
-    libraries, what its calls did, by state.
-    """
-
-    number: int
-    fault: Fault
-    spans: str
-    kind: str
-    command: str
-    group: str
-    runs: dict[str, list[tuple[OpRun, str]]]
-
-
-def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
-    """Write the table as one self-contained HTML page; ``command``: what made it, default this command."""
+def write_releases(path: Path, table: ReleaseTable) -> None:
+    """Write the table as one self-contained HTML page."""
     faults = sorted(table.faults, key=lambda one: _GROUPS.index(_age(table, one)))
     rows = [_row(table, number, fault) for number, fault in enumerate(faults, 1)]
-    groups = groupby(rows, lambda row: row.group)
+    groups = groupby(rows, itemgetter("group"))
     page = render_page(
         "releases.html.j2",
         title=_title(table),
@@ -171,7 +146,7 @@ def write_releases(path: Path, table: ReleaseTable, command: str = "") -> None:
         is_native_tried=any(fault.native for fault in table.faults),
         counts=Counter(state for fault in table.faults for state in fault.cells.values()),
         states=STATES,
-        command=command or shlex.join(["attnlab", *sys.argv[1:]]),
+        command=shlex.join(["attnlab", *sys.argv[1:]]),
     )
     write_text(path, page)
 
@@ -198,31 +173,32 @@ def _title(table: ReleaseTable) -> str:
     return f"Faults of the attention ops of {', '.join(libraries[:-1])} and {libraries[-1]}"
 
 
-def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:
+def _row(table: ReleaseTable, number: int, fault: Fault) -> dict[str, Any]:
+    """Return a fault as the page shows it.
+
+    ``spans``: the releases that have it, as ranges without gaps; ``kind``: in words; ``command``: runs its
+    smallest case in the first release; ``group``: the heading above it; ``runs``: of a fault of several
+    libraries, what its calls did, by state.
+    """
     finding, first = fault.finding, next(iter(fault.releases), "")
     is_state = finding.state_case is not None
     is_vllm = not is_state and finding.case.backend == "vllm" and not finding.horizon
     source = f" --source $(attnlab fetch --ops {first})" if is_vllm else ""
     source = " --source SOURCE" if is_state else source
     age = _age(table, fault)
-    return Row(
-        number=number,
-        fault=fault,
-        spans=spans(table.releases, fault),
-        kind=KINDS[finding.kind],
-        command=finding.run(first) + source,
-        group=f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op,
-        runs={
+    return {
+        "number": number,
+        "fault": fault,
+        "spans": ranges(table.releases, fault.releases),
+        "kind": KINDS[finding.kind],
+        "command": finding.run(first) + source,
+        "group": f"{age}: {fault.family}" if age == _NEVER else age or fault.finding.op,
+        "runs": {
             state: [(one, ranges(table.releases, one.releases)) for one in of]
             for state in STATES
             if (of := [one for one in fault.runs if one.state == state])
         },
-    )
-
-
-def spans(releases: list[str], fault: Fault) -> str:
-    """Return the releases that have a fault as ranges, such as "0.9.0 to 0.11.2, 0.30.0"."""
-    return ranges(releases, fault.releases)
+    }
 
 
 def _minor(version: str) -> str:
@@ -278,29 +254,22 @@ def write_pictures(report: Report, backend: Backend, folder: Path, command: str)
 
 def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Picture:
     """Draw a finding at the Case where it was first found and at its smallest Case, and write ``path``."""
-    kind = KINDS[finding.kind]
+    picture = partial(Picture, finding=finding, kind=KINDS[finding.kind])
     if finding.horizon:
-        return Picture(finding=finding, kind=kind, why="no tensor of this size was allocated")
+        return picture(why="no tensor of this size was allocated")
     if finding.kind == "fails":
-        return Picture(
-            finding=finding, kind=kind, why="the call raised an error, so there is no output"
-        )
+        return picture(why="the call raised an error, so there is no output")
     given = {"first found": finding.first, "the smallest case": finding.case}
     cases = {words: case for words, case in given.items() if case is not None}
     try:
         maps = {words: errors_of(lab, backend, case, finding) for words, case in cases.items()}
     except AttnLabError as error:
-        return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
+        return picture(why=f"the second run raised an error: {error}")
     owners = [owners_of(case) for case in cases.values()]
     data = _drawn(maps, owners, f"{finding.op}: {finding.diagnosis}")
     write_bytes(path, data)
-    return Picture(
-        finding=finding,
-        kind=kind,
-        path=path,
-        data=base64.b64encode(data).decode(),
-        **_xray(lab, backend, finding),
-    )
+    text = base64.b64encode(data).decode()
+    return picture(path=path, data=text, **_xray(lab, backend, finding))
 
 
 def _xray(lab: Lab, backend: Backend, finding: Finding) -> dict[str, Any]:
@@ -323,7 +292,7 @@ def _drawn(maps: dict[str, ErrorMap], owners: Sequence[int | None], title: str) 
     """Return a PNG with the error maps side by side; ``owners`` as from ``owners_of``, for each map."""
     from matplotlib.figure import Figure
 
-    from attnlab.show.plots.errors import plot_error
+    from attnlab.show.plots import plot_error
 
     figure = Figure(figsize=(7.5 * len(maps), 5.2), layout="constrained")
     panels = figure.subplots(1, len(maps), squeeze=False)[0]
@@ -381,9 +350,7 @@ def junit(report: Report) -> str:
     for name in ("tests", "failures", "errors", "skipped"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     root.set("time", f"{report.seconds:.3f}")
-    ET.indent(root)
-    text = ET.tostring(root, encoding="unicode")
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
+    return junit_text(root)
 
 
 def _suite(report: Report, op: str) -> ET.Element:
@@ -399,11 +366,7 @@ def _suite(report: Report, op: str) -> ET.Element:
             case = _case(op, f"{_MISSING}: {entry.kind}, {entry.diagnosis}")
             ET.SubElement(case, "failure", type="missing", message=_clean(entry.link))
             cases.append(case)
-    suite = ET.Element("testsuite", name=op, tests=str(len(cases)), errors="0")
-    for name, tag in (("failures", "failure"), ("skipped", "skipped")):
-        suite.set(name, str(sum(case.find(tag) is not None for case in cases)))
-    suite.extend(cases)
-    return suite
+    return suite_of(op, cases)
 
 
 def _kind(report: Report, op: str, kind: str, findings: list[Finding]) -> ET.Element:
@@ -476,8 +439,16 @@ def sarif(report: Report) -> dict[str, Any]:
     not run is a notification of the run.
     """
     findings = [*report.findings, *report.observations]
+    rules = [
+        {
+            "id": kind,
+            "shortDescription": {"text": text},
+            "defaultConfiguration": {"level": _level(kind)},
+        }
+        for kind, text in _RULES.items()
+    ]
     run = {
-        "tool": {"driver": {"name": "attnlab", "version": __version__, "rules": _rules()}},
+        "tool": {"driver": {"name": "attnlab", "version": __version__, "rules": rules}},
         "automationDetails": {"id": f"attnlab check/{report.version}/"},
         "originalUriBaseIds": {
             _ROOT: {"description": {"text": f"the root of the source of {report.version}"}}
@@ -494,18 +465,6 @@ def sarif(report: Report) -> dict[str, Any]:
         "results": [_result(report, finding) for finding in findings],
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
-def _rules() -> list[dict[str, Any]]:
-    """Return a rule for each kind of fault and of observation."""
-    return [
-        {
-            "id": kind,
-            "shortDescription": {"text": text},
-            "defaultConfiguration": {"level": _level(kind)},
-        }
-        for kind, text in _RULES.items()
-    ]
 
 
 def _level(kind: str) -> str:
@@ -580,7 +539,11 @@ def summary(report: Report) -> str:
     ]
     if report.findings:
         rows = [_check_files_row(report, finding) for finding in report.findings]
-        parts += ["\n".join([_HEAD, *rows]), _commands(report)]
+        commands = "\n".join(finding.run(report.source) for finding in report.findings)
+        folded = (
+            f"<details><summary>Smallest cases</summary>\n\n```sh\n{commands}\n```\n\n</details>"
+        )
+        parts += ["\n".join([_HEAD, *rows]), folded]
     lists = {
         "Known findings that no longer appear": [
             f"{entry.op}, {entry.kind}, {entry.diagnosis}: {entry.link}" for entry in report.missing
@@ -612,12 +575,6 @@ def _check_files_row(report: Report, finding: Finding) -> str:
     if known:
         cells[1] += f" ([known]({known}))"
     return f"| {' | '.join(cells)} |"
-
-
-def _commands(report: Report) -> str:
-    """Return the commands that show the findings, folded."""
-    commands = "\n".join(finding.run(report.source) for finding in report.findings)
-    return f"<details><summary>Smallest cases</summary>\n\n```sh\n{commands}\n```\n\n</details>"
 
 
 def _text(text: str) -> str:

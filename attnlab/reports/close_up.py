@@ -19,11 +19,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.contracts.slot_states import (
-    FOREIGN,
-    SlotState,
-    slot_states,
-)
+from attnlab.contracts.slot_states import FOREIGN, SlotState, slot_states
 from attnlab.diagnosis.refinement import can_xray
 from attnlab.kernels.control import uncontrolled
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing

@@ -154,11 +154,6 @@ def read_post_mortem(notebook: Any) -> PostMortem | None:
     return PostMortem.from_json(found[-1]) if found else None
 
 
-def read_provenance(notebook: Any) -> list[Any]:
-    """Return the last provenance record as a list of one, or an empty list."""
-    return _read_mime(notebook, PROVENANCE_MIME)[-1:]
-
-
 def read_error(notebook: Any) -> str:
     """Return the exception that ended the notebook as one line, or an empty string."""
     errors = [output for output in outputs(notebook) if output.output_type == "error"]
@@ -306,7 +301,7 @@ def write_post_mortem(
     notebook, pages = nbformat.read(executed, as_version=4), pages or {}
     papermill = notebook.metadata.get("papermill", {})
     folder = Path(papermill.get("input_path") or executed).parent
-    provenance = read_provenance(notebook)
+    provenance = _read_mime(notebook, PROVENANCE_MIME)[-1:]
     body = self_contained(render_body(notebook, folder, status), pages)
     report = read_post_mortem(notebook)
     picture = lift_picture(body) if report else ""
@@ -396,11 +391,11 @@ def render_page(template: str, **facts: Any) -> str:
     """
     css = (TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_colours()
     facts = {"versions": versions(), "date": _date(None), **facts}
-    return str(_environment().get_template(template).render(css=css, **facts))
+    return str(templates().get_template(template).render(css=css, **facts))
 
 
 @cache
-def _environment() -> Any:
+def templates() -> Any:
     """Return the templates; each is compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

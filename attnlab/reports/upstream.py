@@ -41,7 +41,7 @@ from attnlab.library.op import names_in, package_of
 from attnlab.linear.state_call import StateCall, make_call
 from attnlab.linear.state_case import RECORDS, StateCase
 from attnlab.linear.state_plan import right_plan
-from attnlab.reports.pages import TEMPLATES
+from attnlab.reports.pages import templates
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.call_file import Stored, stored_tensors
@@ -350,13 +350,7 @@ def _of_case(case: Case) -> dict[str, Any]:
     cached = cached_lens(contract(case.op, target, case.op), call)
     return {
         **_numbers(call),
-        "query_lens": list(case.lengths.query_lens),
         "ctx_lens": list(case.lengths.ctx_lens),
-        "num_heads": case.num_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_size": case.head_size,
-        "block_size": case.block_size,
-        "dtype": case.dtype,
         "num_blocks": case.total_blocks - case.first_block,
         "first_block": case.first_block,
         "scale": repr(scale) if math.isfinite(scale) else "0.0",
@@ -364,8 +358,6 @@ def _of_case(case: Case) -> dict[str, Any]:
             (case.seed << 24) + (salt << 20) for salt in range(3)
         ],  # as attnlab.tensors.cache draws
         "fp8": _name(written_format(case).dtype) if case.is_fp8 else "",
-        "k_scale": case.k_scale,
-        "v_scale": case.v_scale,
         "first_kept": kept if any(kept) else None,
         "fill": _FILL[case.empty_slots],
         "buffer": _BUFFER[case.output_init],
@@ -408,17 +400,9 @@ def _is_nan(tensor: torch.Tensor) -> bool:
 
 def render(template: str, facts: dict[str, Any]) -> str:
     """Fill a plain-text template."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    texts = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # plain text, without foreign input
-    )
-    return texts.get_template(template).render(**facts)
+    layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    texts = templates().overlay(**layout, autoescape=False)  # plain text, without foreign input
+    return str(texts.get_template(template).render(**facts))
 
 
 # A script that reproduces a wrong call without the lab: it holds the tensors of the call.
@@ -612,6 +596,14 @@ def _numbers(call: KernelCall) -> dict[str, Any]:
         "sinks": None if call.sinks is None else call.sinks.tolist(),
         "softcap": call.softcap,
         "sliding_window": call.sliding_window,
+        "query_lens": call.query_lens.tolist(),
+        "num_heads": call.query.shape[1],
+        "num_kv_heads": call.key.shape[1],
+        "head_size": call.query.shape[2],
+        "block_size": call.block_size,
+        "dtype": _name(call.query.dtype),
+        "k_scale": call.k_scale,
+        "v_scale": call.v_scale,
         **mask_facts(call),
     }
 
@@ -622,18 +614,10 @@ def _sizes(call: KernelCall) -> dict[str, Any]:
         **_numbers(call),
         "op": call.op,
         "first_block": 0,
-        "query_lens": call.query_lens.tolist(),
         "seq_lens": call.seq_lens.tolist(),
         "starts": call.query_start_loc.tolist(),
-        "num_heads": call.query.shape[1],
-        "num_kv_heads": call.key.shape[1],
-        "head_size": call.query.shape[2],
-        "block_size": call.block_size,
-        "dtype": _name(call.query.dtype),
         "scale": repr(call.query.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale),
         "sinks_dtype": None if call.sinks is None else _name(call.sinks.dtype),
-        "k_scale": call.k_scale,
-        "v_scale": call.v_scale,
         "setting": _call_setting(call),
         "op_argument": "",
     }

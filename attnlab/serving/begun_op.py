@@ -178,23 +178,18 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows(abc.ABC):
-    """The rows of an op's output. ``layer``: that made them, or the op without layers."""
+    """The rows of an op's output.
+
+    ``layer``: that made them, or the op without layers; ``step_number``: of the step, or of the call.
+    """
 
     layer: str
     rank: int
-
-    @property
-    @abc.abstractmethod
-    def step_number(self) -> int:
-        """Return the number of the step, or of the call."""
+    step_number: int
 
     @abc.abstractmethod
     def place_of(self, row: int) -> tuple[int, str | None, int]:
         """Return the sequence, the request if it is known, and the position of an output row."""
-
-    def seq_of(self, row: int) -> int:
-        """Return the sequence of an output row."""
-        return self.place_of(row)[0]
 
     def observe(self, kind: str, row: int, text: str, facts: dict[str, Any]) -> Observation:
         """Return an observation of a row; ``text`` continues "the output of request R at position P"."""
@@ -223,10 +218,6 @@ class RowsOfOp(Rows):
     step: Step
     first_token: int = 0
 
-    @property
-    def step_number(self) -> int:
-        return self.step.number
-
     def place_of(self, row: int) -> tuple[int, str | None, int]:
         token = row + self.first_token
         seq, request = self.step.request_of_row(token)
@@ -238,7 +229,7 @@ def wrong_values(place: Rows, found: ValueCheck) -> list[Observation]:
     """Return an observation for the worst wrong row of each sequence."""
     worst: dict[int, WrongRow] = {}
     for row in found.wrong:
-        seq = place.seq_of(row.row)
+        seq = place.place_of(row.row)[0]
         worst[seq] = max(worst.get(seq, row), row, key=_ratio)
     return [_wrong_value(place, row) for row in worst.values()]
 
@@ -271,7 +262,7 @@ def not_finite(place: Rows, call: KernelCall, known: AbstractSet[int | None]) ->
         return []
     rows: dict[int, int] = {}
     for row in torch.nonzero(bad).flatten().tolist():
-        rows.setdefault(place.seq_of(row), row)
+        rows.setdefault(place.place_of(row)[0], row)
     found = []
     for seq, row in rows.items():
         if seq not in known:
@@ -710,7 +701,11 @@ class OpCheck:
             state.tally.unchecked[f"values of {begun.op.function} with {what}"] += 1
         known = call.known
         place = RowsOfOp(
-            layer=known.name, step=step, rank=state.rank, first_token=begun.first_token
+            layer=known.name,
+            step_number=step.number,
+            step=step,
+            rank=state.rank,
+            first_token=begun.first_token,
         )
         wrong: list[Observation] = []
         if made.output is not None:

@@ -35,10 +35,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowsOfCall(Rows):
-    """The rows of a call's output; ``step_number``: the number of the call."""
+    """The rows of a call's output."""
 
     call: KernelCall
-    step_number: int
 
     def place_of(self, row: int) -> tuple[int, str | None, int]:
         starts = self.call.query_start_loc.to(torch.int64)

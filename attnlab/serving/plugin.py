@@ -88,7 +88,7 @@ def patches_of(settings: CaptureSettings, library: str) -> Patches:
 
 
 SITE = Path(__file__).parent / "site"
-_PASSED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_PASSED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT")
 
 
 def run_command(command: Sequence[str], settings: CaptureSettings, *, to_stderr: bool) -> int:
@@ -129,12 +129,10 @@ def _waited(child: "subprocess.Popen[bytes]") -> int:
         if number != signal.SIGINT or not _has_terminal():
             child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED}
-    try:
+    from attnlab.tasks.run import handling
+
+    with handling(_PASSED, pass_on):
         code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if code < 0:
         code = 0 if -code in passed else 128 - code
     elif code > 128 and code - 128 in passed:

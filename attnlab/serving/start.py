@@ -167,13 +167,9 @@ class Session:
 
     # Calls of layers.
 
-    def current(self) -> LayerCall | None:
-        """Return the layer's call that runs in this thread; None inside attnlab."""
-        return self.state.call
-
     def layer_begins(self, impl: Any, method: str) -> LayerCall | None:
         """Begin a call of a layer; None if it is not checked."""
-        if self.state.step is None or self._layers is None or self.current() is not None:
+        if self.state.step is None or self._layers is None or self.state.call is not None:
             return None
         known = self._layers.by_impl.get(id(impl))
         if known is None or torch.compiler.is_compiling():
@@ -234,7 +230,7 @@ def attention_wrapper(session: Session, op: RecordedOp, original: Function) -> F
 
     @functools.wraps(original)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        call = session.current()
+        call = session.state.call
         if call is None or call.is_in_op:
             return original(*args, **kwargs)
         begun: BegunOp | None = None
@@ -261,7 +257,7 @@ def write_wrapper(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def writing(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        call, step = session.current(), session.state.step
+        call, step = session.state.call, session.state.step
         if call is not None and step is not None and call.known.is_decoder:
             with session.slots.guarded():
                 call.writes += 1

@@ -33,10 +33,7 @@ class PickledJob(Job):
     def of(cls, job: Job) -> "PickledJob":
         """Return the pickled form of a job."""
         return cls(
-            data=pickle.dumps(job),
-            expected=job.identity(),
-            path=tuple(sys.path),
-            device=job.device,
+            data=pickle.dumps(job), expected=job.identity(), path=tuple(sys.path), device=job.device
         )
 
     def open(self) -> tuple[Job, Any]:

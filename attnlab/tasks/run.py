@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +165,32 @@ class Interrupt:
 
 
 @contextmanager
+def handling(
+    names: Iterable[str],
+    handler: Callable[[int, FrameType | None], object],
+    *,
+    ignored_too: bool = True,
+) -> Iterator[None]:
+    """Handle signals by a function inside the block; ``ignored_too``: also those that are ignored outside.
+
+    Signals that this system does not have are left out. Outside the main thread, where signals cannot be
+    handled, nothing changes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in names if is_main and hasattr(signal, name)]
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if ignored_too or signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, one in before.items():
+            signal.signal(number, one)
+
+
+@contextmanager
 def interruptible() -> Iterator[Interrupt]:
     """Yield an Interrupt that the first signal sets; a second Ctrl-C raises KeyboardInterrupt.
 
@@ -178,14 +204,5 @@ def interruptible() -> Iterator[Interrupt]:
             raise KeyboardInterrupt
         interrupt.signal = interrupt.signal or number
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for name in _SIGNALS:
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
-    try:
+    with handling(_SIGNALS, note, ignored_too=False):
         yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -160,6 +160,6 @@ def with_values_of(lab: Lab, found: XRay, kv_head: int) -> torch.Tensor:
 
 def plot_weights_of(found: XRay) -> Figure:
     """Draw the weights of the sequence and the head with the largest difference."""
-    from attnlab.show.plots.weights import plot_xray
+    from attnlab.show.plots import plot_xray
 
     return plot_xray(key_columns(found), law_points(found))

@@ -13,7 +13,7 @@ from attnlab.show.panels.case_panel import static_html
 from attnlab.show.panels.controls import labelled
 from attnlab.show.panels.rendering import Cells, Picture, Rendered, axes_rect, render
 from attnlab.show.panels.views import place_color_bar, status_line
-from attnlab.show.plots.stages import mla_ratios, plot_mla
+from attnlab.show.plots import mla_ratios, plot_mla
 
 SOUND = "sound"
 _WIDTH, _ROW = 640, 30

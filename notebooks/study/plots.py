@@ -11,8 +11,16 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 from attnlab.lab.lab import Cell
-from attnlab.show.plots.artists import STATUS_COLOURS, hatch_cells, put_legend
-from attnlab.show.plots.stages import HATCHES, axes_of, draw_cell, finding_of, without_frame
+from attnlab.show.plots import (
+    HATCHES,
+    STATUS_COLOURS,
+    axes_of,
+    draw_cell,
+    finding_of,
+    hatch_cells,
+    put_legend,
+    without_frame,
+)
 
 NOT_READ, OWN, OTHER_HEAD = range(3)
 _LOOK = (("#f2f2f2", "not read"), ("#4e79a7", "its own partition"), ("#e15759", "another head's"))

@@ -158,7 +158,7 @@ def test_edges_are_tiles_and_groups_of_tiles() -> None:
 
 def test_lengths_are_at_each_edge_and_next_to_it() -> None:
     knob = lengths_knob(UNIFIED, Edges(frozenset({8}), frozenset({16, 32})))
-    fields = [value.fields for value in knob.values]
+    fields = list(knob.values.values())
     query_lens = {n for one in fields for n in one["query_lens"]}
     ctx_lens = {n for one in fields for n in one["ctx_lens"]}
     seq_lens = {

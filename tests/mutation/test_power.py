@@ -17,7 +17,7 @@ from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import MUTANTS, MutationReport, is_equivalent, ladder
 from attnlab.mutation.power import measure_power as power
-from attnlab.show.plots.stages import plot_power
+from attnlab.show.plots import plot_power
 from study.mutants import NINE
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}

@@ -6,13 +6,14 @@ import pytest
 from helpers.browser import WIDTHS, layout_problems, offline_page
 from helpers.release_table import RELEASES, TABLE, fault
 
-from attnlab.reports.check_pages import spans, write_releases
+from attnlab.checker.releases import ranges
+from attnlab.reports.check_pages import write_releases
 
 
 def test_spans_have_no_gap() -> None:
     """Ranges of consecutive releases, in order."""
     one = fault(0)
-    text = spans(RELEASES, one)
+    text = ranges(RELEASES, one.releases)
     assert text.startswith("0.9.0 to 0.9.1, 0.13.0 to 0.13.1, ")
     ends = [end for part in text.split(", ") for end in part.split(" to ")]
     assert set(ends) <= set(one.releases)

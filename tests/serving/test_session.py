@@ -153,7 +153,7 @@ def test_an_error_of_the_model_leaves_no_call_open(engine):
     engine.impl_class.forward = fails
     with pytest.raises(ValueError, match="out of memory"):
         engine.step(scheduled({"a": 3}, **FIRST), [0, 1, 2], [3], SLOTS, forward=True)
-    assert engine.session.current() is None
+    assert engine.session.state.call is None
 
 
 def test_the_record_states_where_it_ran(engine):

@@ -107,7 +107,7 @@ def step() -> Step:
 
 
 def test_rows_of_an_op_that_gets_a_part_of_the_batch(call):
-    place = RowsOfOp(layer="layers.1", step=step(), rank=0, first_token=2)
+    place = RowsOfOp(layer="layers.1", step_number=9, step=step(), rank=0, first_token=2)
     bad = changed(changed(call, 3, 1, 0.1), 5, 2, torch.inf)
     found = wrong_values(place, check_values(bad, rows=None, heads=None, seed=0))
     assert [(one.kind, one.request, one.position, one.step) for one in found] == [

@@ -10,8 +10,7 @@ from pathlib import Path
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
-from attnlab.show.panels.case_panel import Panel
-from attnlab.show.panels.runners import Kernel, NotebookKernels, subject
+from attnlab.show.panels.case_panel import Kernel, NotebookKernels, Panel, subject
 from attnlab.show.panels.views import FACTS, VIEWS, XRAY
 from attnlab.tensors.call import KernelCall
 
@@ -19,11 +18,7 @@ __all__ = ["Panel", "explorer", "panel"]
 
 
 def panel(
-    case: Case,
-    *,
-    knobs: Sequence[str],
-    views: Sequence[str] = ("error",),
-    lab: Lab | None = None,
+    case: Case, *, knobs: Sequence[str], views: Sequence[str] = ("error",), lab: Lab | None = None
 ) -> Panel:
     """Return a small panel of a Case: controls for the fields ``knobs``, the verdict and the ``views``.
 

@@ -26,7 +26,7 @@ from attnlab.lab.lab import Lab
 from attnlab.show.panels.controls import labelled
 from attnlab.show.panels.rendering import Cells, Picture, Rendered, axes_rect, render
 from attnlab.show.panels.views import failure_html, place_color_bar
-from attnlab.show.plots.weights import plot_law, plot_weights
+from attnlab.show.plots import plot_law, plot_weights
 from attnlab.weights.conclude import xray
 from attnlab.weights.xray import KeyColumns, XRay, key_columns, law_points
 

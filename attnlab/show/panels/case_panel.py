@@ -1,17 +1,29 @@
-"""Panel: controls and views of one Case."""
+"""Panel: controls and views of one Case, on kernels by name or on functions of a notebook."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from html import escape
+from operator import is_not
+from pathlib import Path
+from types import FunctionType
 from typing import Any
+from weakref import WeakMethod
 
 import ipywidgets as ipw
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.diagnosis.captured import where_it_ran
+from attnlab.kernels import find_backend
+from attnlab.kernels.model import ModelBackend
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.run_call import for_call
+from attnlab.kernels.runner import one_backend
+from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.panels import controls as inputs
@@ -26,7 +38,6 @@ from attnlab.show.panels.boxes import (
 )
 from attnlab.show.panels.controls import Control, Draft, check_knobs, groups, labelled, set_class
 from attnlab.show.panels.rendering import Picture, Rendered
-from attnlab.show.panels.runners import NotebookKernels, after_each_cell
 from attnlab.show.panels.views import (
     FACTS,
     VIEWS,
@@ -41,6 +52,133 @@ from attnlab.show.panels.views import (
     make_panel_data,
     result_html,
 )
+from attnlab.tensors.call import KernelCall
+
+# What an explorer runs: a Case or a saved call, on kernels by name or on functions of a notebook.
+
+Kernel = Callable[..., Any]
+# A small Case of a user's kernel: prefill and decode, at and around the ends of blocks.
+_SMALL: dict[str, Any] = {
+    "num_heads": 4,
+    "num_queries_per_kv": 2,
+    "head_size": 64,
+    "query_lens": (18, 1, 5),
+    "ctx_lens": (0, 64, 37),
+    "distribution": "normal",
+    "stage": "sound",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class NotebookKernels:
+    """Functions of a notebook that Cases name as backend, "MODULE:FUNCTION".
+
+    A cell that defines one anew, or what it uses, replaces it: :meth:`changed` finds that out.
+    """
+
+    functions: dict[str, Kernel] = field(default_factory=dict)
+    _parts: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, kernel: Kernel | str) -> str:
+        """Return the name of a kernel as a backend; a function is kept."""
+        if isinstance(kernel, str):
+            return kernel
+        name = f"{kernel.__module__}:{kernel.__name__}"
+        self.functions[name] = kernel
+        self._parts[name] = [*_used(kernel, set())]
+        return name
+
+    def expression(self, name: str) -> str:
+        """Return the Python of a backend: the name of a function of the notebook, or a text."""
+        return self.functions[name].__name__ if name in self.functions else repr(name)
+
+    def changed(self) -> bool:
+        """Take functions that their module has defined anew; return whether there is one."""
+        is_changed = False
+        for name, kernel in [*self.functions.items()]:
+            found: dict[str, Any] = getattr(getattr(kernel, "fn", kernel), "__globals__", {})
+            new = found.get(kernel.__name__, kernel)
+            parts, before = [*_used(new, set())], self._parts[name]
+            if len(parts) != len(before) or any(map(is_not, parts, before)):
+                self.add(new)
+                is_changed = True
+        return is_changed
+
+    def lab_of(self, lab: Lab, case: Case) -> Lab:
+        """Return the lab that runs a Case, with the products of ``lab``."""
+        lab = copy(lab)
+        if case.backend in self.functions:
+            lab.runner = PluginBackend(spec=case.backend, function=self.functions[case.backend])
+        elif isinstance(lab, CallLab):
+            lab.runner = find_backend(case.backend, lab.source, lab.device)
+        if isinstance(lab, CallLab):
+            lab.runner = for_call(lab.given, lab.runner)
+        return lab
+
+
+def after_each_cell(follow: Callable[..., None]) -> None:
+    """Call a method after each cell of the notebook as long as its object exists; not without IPython."""
+    from IPython import get_ipython
+
+    shell, method = get_ipython(), WeakMethod(follow)
+    if shell is None:
+        return
+
+    def ended(*_: Any) -> None:
+        if (alive := method()) is not None:
+            alive()
+        else:
+            shell.events.unregister("post_run_cell", ended)
+
+    shell.events.register("post_run_cell", ended)
+
+
+def _used(one: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a function, and the functions and numbers of its module that it uses."""
+    function = getattr(one, "fn", one)  # of triton.jit
+    if id(one) in seen:
+        return
+    seen.add(id(one))
+    yield one
+    if not isinstance(function, FunctionType):
+        return
+    for name in function.__code__.co_names:
+        used = function.__globals__.get(name)
+        if callable(used) or isinstance(used, int | float):
+            yield from _used(used, seen)
+
+
+def subject(
+    what: Case | KernelCall | Path | str | None,
+    kernel: Kernel | str | None,
+    source: Path | str | None,
+    lab: Lab | None,
+    kernels: NotebookKernels,
+) -> tuple[Case, Lab]:
+    """Return the Case of an explorer and its lab; a path is that of a saved KernelCall.
+
+    Without a kernel and a source, a call runs on the models.
+    """
+    name = None if kernel is None else kernels.add(kernel)
+    if isinstance(what, Path | str):
+        what = KernelCall.load(Path(what))
+    if isinstance(what, KernelCall):
+        own = PluginBackend(spec=name, function=kernel) if name and callable(kernel) else None
+        runner = own or one_backend(source, name, None) or ModelBackend()
+        ran = where_it_ran(what, Case()).case
+        of_call = call_lab(what.cpu(), ran, runner, source=source)
+        return of_call.case, of_call
+    lab = lab if lab is not None else Lab(source=source)
+    if name is None:
+        backend = {} if source is None else {"backend": "vllm"}
+        return (what or Case()).replace(**backend), lab
+    if what is None:
+        function = kernel if callable(kernel) else None
+        is_plugin = function is not None or ":" in name
+        op = PluginBackend(spec=name, function=function).op if is_plugin else Case().op
+        what = Case(**_SMALL, op=op)
+    return what.replace(backend=name), lab
+
 
 # The controls of the explorer that are always visible, by section.
 MAIN = {
@@ -69,7 +207,10 @@ def group_boxes(
     boxes = {}
     for group, names in groups([name for name in controls if name not in _MAIN_NAMES]).items():
         inputs = [controls[name].widget for name in names]
-        inputs += [_with_label(*item) for item in extra.get(group, {}).items()]
+        inputs += [
+            ipw.VBox([labelled(*item)]).add_class("attnlab-control")
+            for item in extra.get(group, {}).items()
+        ]
         boxes[group] = ipw.Accordion(children=[ipw.VBox(inputs)], titles=[group])
         boxes[group].selected_index = None
     return boxes
@@ -91,7 +232,8 @@ def small(
     line = _box([control.widget for control in controls.values()], "attnlab-line")
     plots = _box(list(pictures.values()), "attnlab-line")
     below = [text for name, text in texts.items() if name != "verdict"]
-    return _root([line, texts["verdict"], status, plots, *below, *boxes], "attnlab-small")
+    parts = [line, texts["verdict"], status, plots, *below, *boxes]
+    return _box(parts, "attnlab-panel attnlab-small")
 
 
 def large(
@@ -130,12 +272,7 @@ def large(
         ],
         "attnlab-grid",
     )
-    return _root([grid, _box(boxes, "attnlab-groups")], "attnlab-explorer")
-
-
-def _with_label(name: str, widget: Any) -> Any:
-    """Return an input that is not a field of a Case with its label, as a control."""
-    return ipw.VBox([labelled(name, widget)]).add_class("attnlab-control")
+    return _box([grid, _box(boxes, "attnlab-groups")], "attnlab-panel attnlab-explorer")
 
 
 def _box(children: Sequence[Any], classes: str) -> Any:
@@ -143,10 +280,6 @@ def _box(children: Sequence[Any], classes: str) -> Any:
     for name in classes.split():
         box.add_class(name)
     return box
-
-
-def _root(children: Sequence[Any], kind: str) -> Any:
-    return _box(children, f"attnlab-panel {kind}")
 
 
 _MAX_NAMES = 8  # fields that are listed; more are counted
@@ -227,7 +360,9 @@ class Panel:
         self._source.observe(self._on_source, "value")
         self._kernel = inputs.text_input(inputs.KERNEL)
         self._other = inputs.text_input(inputs.AGAINST, against)
-        self._kernel.observe(self._on_kernel, "value")
+        self._kernel.observe(
+            lambda change: self.set(backend=change["new"].strip() or "model"), "value"
+        )
         self._other.observe(self._on_against, "value")
         self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
         self._reset.add_class("attnlab-reset").on_click(lambda button: self.reset())
@@ -351,9 +486,6 @@ class Panel:
         self._lab.source = change["new"].strip() or None
         self._on_draft(self._draft)
 
-    def _on_kernel(self, change: Any) -> None:
-        self.set(backend=change["new"].strip() or "model")
-
     def _lab_now(self) -> Lab:
         return self._kernels.lab_of(self._lab, self.case)
 
@@ -404,14 +536,14 @@ class Panel:
             if problem is not None:
                 at_fault = problem.field if problem.field in self.controls else draft.last
             for name, control in self.controls.items():
-                control.explain(problem.text if problem is not None and name == at_fault else "")
+                control.explain(str(problem) if problem is not None and name == at_fault else "")
             self._mark_changes(at_fault)
             fixed = set() if problem is not None else inputs.without_effect(draft.case())
             for name, control in self.controls.items():
-                control.disable(name in fixed)
+                control.input.disabled = name in fixed
             if problem is not None:
                 self._worker.cancel()
-                self.progress.end(f"invalid case: {problem.text}")
+                self.progress.end(f"invalid case: {problem}")
                 return
             case = draft.case()
             self.case_text.show(case, self._cell_text(case))

@@ -80,14 +80,6 @@ def without_effect(case: Case) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Why a draft is not a Case: the field at fault, or "", and the text of the InvalidCase."""
-
-    field: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A value for every field of a Case, not yet checked against the rules between fields.
 
@@ -120,16 +112,15 @@ class Draft:
             raise InvalidCase(why, field=name)
         return Case.from_dict(self.values)
 
-    def problem(self) -> Problem | None:
-        """Return why the values do not form a Case, or None if they do.
+    def problem(self) -> InvalidCase | None:
+        """Return why the values do not form a Case, with the field at fault; None if they do.
 
         If the error names no field of a Case, the field that was changed last is at fault.
         """
         try:
             self.case()
         except InvalidCase as error:
-            name = error.field if error.field in FIELDS else self.last
-            return Problem(field=name, text=str(error))
+            return error if error.field in FIELDS else InvalidCase(str(error), field=self.last)
         return None
 
 
@@ -183,10 +174,6 @@ class Control:
         """Show below the input why its value is wrong; "" hides the message."""
         self.message.value = f'<span class="attnlab-wrong">{escape(text)}</span>' if text else ""
         self.message.layout.display = "" if text else "none"
-
-    def disable(self, is_disabled: bool) -> None:
-        """Disable the input of a field without effect, or enable it."""
-        self.input.disabled = is_disabled
 
     def mark(self, is_changed: bool) -> None:
         """Mark the label of a field that the user has changed, or remove the mark."""

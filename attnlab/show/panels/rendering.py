@@ -109,12 +109,7 @@ def axes_rect(
     ``margins`` are pixels left, right, below and above the axes.
     """
     (width, height), (left, right, below, above) = size, margins
-    return (
-        left / width,
-        below / height,
-        1 - (left + right) / width,
-        1 - (below + above) / height,
-    )
+    return (left / width, below / height, 1 - (left + right) / width, 1 - (below + above) / height)
 
 
 def render(

@@ -33,17 +33,19 @@ from attnlab.show.panels.rendering import (
     render,
     style_texts,
 )
-from attnlab.show.plots.cache import draw_cache, frame_cache
-from attnlab.show.plots.errors import (
+from attnlab.show.plots import (
     BAND,
+    draw_cache,
     draw_errors,
     draw_seq_errors,
     error_scale,
+    frame_cache,
     frame_errors,
     frame_seq_errors,
     label_errors,
+    mask_codes,
+    plot_mask,
 )
-from attnlab.show.plots.weights import mask_codes, plot_mask
 from attnlab.show.sheets import html
 from attnlab.show.sheets.results import beyond_rounding, place_lines, rules_text
 from attnlab.tensors.cache import NOBODY

@@ -139,7 +139,8 @@ def report(one: "Report") -> Sheet:
     summary = f"{one.version}: {count}; {one.cases_run} cases in {one.seconds:.0f} s"
     parts: list[Part] = []
     if one.not_run:
-        text = f"{one.cases_not_run} of {one.cases} cases did not run; a fault may be among them"
+        missing = sum(entry.cases for entry in one.not_run)
+        text = f"{missing} of {one.cases} cases did not run; a fault may be among them"
         parts.append(Lines([Words(text, "bad"), *one.warnings()]))
     parts += _known_parts(one)
     for title, found in (("findings", new), ("observations", one.observations)):

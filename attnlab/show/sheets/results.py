@@ -505,7 +505,7 @@ def matrix(table: "MatrixTable") -> Sheet:
     for row in bad:
         groups.setdefault((row.status, outcome_text(row)), []).append(row.id)
     rows: list[Row] = [
-        [[Words(one, code=True) for one in ids], Words(text, _matrix_tone(status))]
+        [[Words(one, code=True) for one in ids], Words(text, STATUS.get(status, "quiet"))]
         for (status, text), ids in groups.items()
     ]
     grids = [_matrix_grid(*grid) for grid in table.grids()]
@@ -519,10 +519,6 @@ def matrix(table: "MatrixTable") -> Sheet:
     return Sheet.of("Matrix", head, ids, *grids, Facts(facts), tone=tone)
 
 
-def _matrix_tone(status: str) -> Tone:
-    return STATUS.get(status, "quiet")
-
-
 def _matrix_grid(test: str, columns: list[str], cells: "dict[str, dict[str, MatrixRow]]") -> Grid:
     """Return the outcomes of a test; the last parameters that differ name the columns."""
 
@@ -530,7 +526,7 @@ def _matrix_grid(test: str, columns: list[str], cells: "dict[str, dict[str, Matr
         if row is None:
             return ""
         short = f"{float(row.greatest_abs or 0):.1e}" if row.total else row.status
-        return Words(short, _matrix_tone(row.status))
+        return Words(short, STATUS.get(row.status, "quiet"))
 
     rows: list[Row] = [
         [key, *(cell(found.get(one)) for one in columns)] for key, found in cells.items()

@@ -17,7 +17,7 @@ from attnlab.mla.faults import faults_of
 from attnlab.mla.mla_case import MlaCase
 from attnlab.show.panels import Panel, explorer, panel
 from attnlab.show.panels.boxes import VIEWS, XrayBox, case_texts, cell_text, read_case
-from attnlab.show.plots.stages import mla_ratios, plot_mla
+from attnlab.show.plots import mla_ratios, plot_mla
 from study.fault_panel import SOUND, MlaPanel
 
 

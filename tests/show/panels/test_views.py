@@ -28,7 +28,7 @@ from attnlab.show.panels.views import (
     select,
     select_band,
 )
-from attnlab.show.plots.errors import BAND
+from attnlab.show.plots import BAND
 
 ABSENT = {"mask", "other", "difference"}  # of a causal Case on one runner
 

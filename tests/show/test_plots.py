@@ -19,6 +19,17 @@ from attnlab.contracts.slot_states import NOT_READ, SlotMap, SlotState
 from attnlab.lab.lab import Cell, Lab
 from attnlab.lab.result import MemoryReport, SlotsRead
 from attnlab.show.plots import (
+    AT_LIMIT,
+    BAND,
+    BIASED,
+    COLOURS,
+    FUTURE,
+    HIDDEN,
+    NAN_AT,
+    STATUS_COLOURS,
+    UNUSED,
+    VISIBLE,
+    ErrorScale,
     plot_blocks,
     plot_cache,
     plot_error,
@@ -27,10 +38,6 @@ from attnlab.show.plots import (
     plot_stages,
     plot_weights,
 )
-from attnlab.show.plots.artists import AT_LIMIT, COLOURS, STATUS_COLOURS, ErrorScale
-from attnlab.show.plots.cache import UNUSED
-from attnlab.show.plots.errors import BAND, NAN_AT
-from attnlab.show.plots.weights import BIASED, FUTURE, HIDDEN, VISIBLE
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.case_call import longest_mask
 from attnlab.weights.xray import key_columns, law_points
