@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.bad_input import CASE_FLAGS, OF_CATALOGUES, OWN_FLAGS, WITH_CASE, refused
+from helpers.bad_input import CASE_FLAGS, OWN_FLAGS, WITH_CASE, WITH_TORCH, refused
 from helpers.commands import SMALL, error_line, one_parser, strict_json
 
 from attnlab.case.errors import AttnLabError
@@ -53,7 +53,7 @@ def test_what_needs_no_tensors_imports_no_heavy_module(tmp_path):
     """A user waits three seconds for torch; a wrong argument, a help or a catalogue needs none of it."""
     helps = [[], ["--help"], *([command.name, "--help"] for command in COMMANDS)]
     helps += [["stages"], ["platforms", "gfx942"], ["explain", "--json"]]
-    lines = [argv for argv in refused() if argv not in OF_CATALOGUES] + helps
+    lines = [argv for argv in refused() if argv not in WITH_TORCH] + helps
     done = subprocess.run(
         [sys.executable, "-c", FORKS],
         input=json.dumps([lines, HEAVY]),

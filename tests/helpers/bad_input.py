@@ -4,6 +4,8 @@ from helpers.commands import SEED_ID, SMALL
 
 INT8 = ("--op", "unified_attention", "--op-argument", "int8_per_token_head", "--backend", "vllm")
 
+MANY_SLOTS = (*SMALL, "--num-blocks", "20000", "--num-heads", "64")
+
 # Arguments, and the start of the error line: the field that it names, and mostly "must".
 CASE_FLAGS = [
     (["--num-heads", "x"], "num_heads must be"),
@@ -170,15 +172,13 @@ OWN_FLAGS = [
     (["xray", *SMALL, "--kernel", "a.py:f", "--backend", "model"], "kernel and backend must not"),
     (["xray", *SMALL, "--limit-s", "0"], "limit-s must be positive"),
     (["xray", *SMALL, "--html", "/nowhere/x.html"], "html must be in an existing folder"),
-    (
-        ["xray", *SMALL, "--num-blocks", "20000", "--num-heads", "64"],
-        "rows × heads × slots must be",
-    ),
+    (["xray", *MANY_SLOTS], "rows × heads × slots must be"),
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 
-# These need a catalogue whose entries are functions of torch.
-OF_CATALOGUES = (
+# These need a catalogue whose entries are functions of torch, or an X-ray.
+WITH_TORCH = (
+    ["xray", *MANY_SLOTS],
     ["defects", "nothing"],
     ["mla", "--fault", "value_offset"],
     ["power", *SMALL, "--shard", "1/2"],
