@@ -185,4 +185,4 @@ def test_launches_are_read_without_running_programs() -> None:
     (launch,) = launches(backend, Case(op=PREFILL, backend="vllm", platform="sm_90", **sizes))
     assert edges_of(launch).queries == {128}
     lengths = hostile_design(backend, PREFILL, "sm_90").values["lengths"].values()
-    assert {127, 128, 129} <= {n for value in lengths for n in value.fields["query_lens"]}
+    assert {127, 128, 129} <= {n for value in lengths for n in value["query_lens"]}
