@@ -449,6 +449,7 @@ class Diagnosis(Shown):
         unknown comes last. Withdrawn names and lines that no rerun confirmed are in :meth:`to_dict` alone.
         """
         first, *others = self._known_sentences()
+        others = [one for one in others if _in_this_call(one) != first]
         found = [first, self.diagnosed, *others, *(f"unknown: {text}" for text in self.unknown)]
         return [*dict.fromkeys(filter(None, found))]  # a pattern may be the conclusion, too
 

@@ -109,7 +109,7 @@ def test_what_was_measured_in_this_call_is_the_conclusion_of_an_unexplained_outp
     assert part.conclusion == "in this call, row 3: all zeros"
     unwritten = dataclasses.replace(part, unwritten=[3], unwritten_by="reruns")
     assert unwritten.conclusion.startswith("in this call, no kernel writes row 3")
-    assert len(unwritten.sentences()) == len({*unwritten.sentences()})
+    assert sum("no kernel writes row 3" in one for one in unwritten.sentences()) == 1
 
 
 def test_a_line_that_makes_the_output_right_says_more_than_the_size_of_the_error():
