@@ -546,9 +546,7 @@ def _description(diagnosis: Diagnosis, label: str) -> str:
     if label != diagnosis.status:
         return label
     pattern = diagnosis.pattern
-    if not pattern.is_complete:
-        return ""
-    return f"in the smallest case, {'; '.join(fact.sentence for fact in pattern.rules)}"
+    return f"in the smallest case, {pattern.rules_text}" if pattern.is_complete else ""
 
 
 def _kinds_of(lab: Lab, case: Case, output: torch.Tensor) -> set[str]:

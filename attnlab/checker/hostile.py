@@ -159,9 +159,8 @@ ARGUMENT_VARIANTS = (
 # of a Case refuse together, are not combined.
 
 
-Values = Mapping[
-    str, Mapping[str, Any]
-]  # the fields of a Case that each value of a knob sets, by its name
+# The fields of a Case that each value of a knob sets, by its name.
+Values = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,10 +257,8 @@ def _confirmed_by_calls(
             kept = {one.name for one in again.candidates if one.verdict in _HOLDS}
             left = [one for one in left if one.name in kept]
     if alone.explanations:
-        names, reason = (
-            {one.name for one in left},
-            "{names} does not explain a call with other contents",
-        )
+        names = {one.name for one in left}
+        reason = "{names} does not explain a call with other contents"
         return withdraw(alone, lambda one: one.name not in names, "excluded by rerun", reason)
     if not left or not cases:
         return alone

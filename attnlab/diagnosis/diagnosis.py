@@ -529,12 +529,6 @@ class Diagnosis(Shown):
         rows = list_text("row", self.unwritten)
         return [_UNWRITTEN_BY[self.unwritten_by].format(rows=rows)]
 
-    def _rule_sentences(self) -> list[str]:
-        """Return the facts of the pattern that reproduce wrong numbers, in one sentence, if there are any."""
-        return (
-            ["; ".join(fact.sentence for fact in self.pattern.rules)] if self.pattern.rules else []
-        )
-
     def _in_bounds_text(self) -> str:
         """Return which error is the largest relative to its rounding bound."""
         if self.largest_in_bounds is None or self.place_in_bounds is None:
@@ -628,8 +622,8 @@ class Diagnosis(Shown):
         if self.status == "described":
             return self._description()
         if self.cause is None or self.cause.scope is None:
-            known = [*self.observed, *self._unwritten_sentences(), *self._rule_sentences()]
-            if known:
+            known = [*self.observed, *self._unwritten_sentences(), self.pattern.rules_text]
+            if known[0]:
                 return _in_this_call(known[0])
             if not self.candidates:
                 return "unexplained: no rule of attnlab reproduces what is wrong"
@@ -668,7 +662,7 @@ class Diagnosis(Shown):
             return self.features.text
         if self.traits is not None:
             return self.traits.text
-        return "".join(self._rule_sentences())
+        return self.pattern.rules_text
 
     def _violation_sentences(self) -> list[str]:
         silent = [violation for violation in self.violations if violation.effect != "harmless"]

@@ -225,10 +225,8 @@ def divisions(problem: Problem) -> Iterator[Division]:
     if call.op == UNIFIED:
         count = _SEGMENTS if call.num_splits is None else call.num_splits
         for size in sizes if count > 1 else ():
-            text, parts = (
-                f"up to {count} segments of tiles of {size}",
-                partial(_splits, count, size, size),
-            )
+            text = f"up to {count} segments of tiles of {size}"
+            parts = partial(_splits, count, size, size)
             yield Division(text, parts, merge="at once", slots=count, text_of_parts=text)
         for most in BATCHES_OF_SEGMENTS if count > 1 else ():
             text = f"tiles of 32, or {count} segments of tiles of 16 {of_batches(most)}"

@@ -56,6 +56,11 @@ class Pattern:
         return [fact for fact in self.facts if fact.accounts_for]
 
     @property
+    def rules_text(self) -> str:
+        """Return the facts that reproduce wrong cells in one sentence, "" for none."""
+        return "; ".join(fact.sentence for fact in self.rules)
+
+    @property
     def is_complete(self) -> bool:
         """Answer whether the rules reproduce every wrong cell that was examined, or 99 % of many."""
         return 0 < 0.99 * self.wrong_cells <= sum(fact.accounts_for for fact in self.rules)

@@ -293,10 +293,8 @@ def _claimed_in(lab: Lab, case: Case, rerun: Rerun, other: Case) -> Claimed | No
 
 def claimed(found: Examination) -> Claimed:
     """Return what the errors of an examined output claim, and the sizes of its call."""
-    ran, sizes = (
-        list(found.evidence.heads or range(found.problem.num_heads)),
-        sizes_of(found.problem),
-    )
+    sizes = sizes_of(found.problem)
+    ran = list(found.evidence.heads or range(found.problem.num_heads))
     is_wrong = found.evidence.locations.is_wrong
     return claim_of(is_wrong, ran, sizes, found.diagnosis.pattern), sizes
 

@@ -727,8 +727,7 @@ class Proof:
         that a window freed, NaN must not reach more elements than without the edit: weights of 0 hide finite
         numbers.
         """
-        nan = (self._result("nan", one) for one in ((repair, None) if self.has_freed else ()))
-        if self.has_freed and _adds_nan(*nan):
+        if self.has_freed and _adds_nan(self._result("nan", repair), self._result("nan", None)):
             return True
         right = self._is_right("garbage", repair)
         if right is None:
